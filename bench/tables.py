@@ -8,6 +8,7 @@ After a measurement. Words around a table are not rewritten: read them again.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -513,39 +514,84 @@ def _link_bytes() -> Places:
     return {"link-bytes": f"{table(head, rows)}\n\n{state}"}
 
 
-def slow_links(link: str = "100mbit, 0 ms") -> Places:
-    """Seconds until four machines have a network at its accuracy, by task."""
-    record = recorded("slow-links")
-    tasks, names, seeds = list[str](), list[str](), 0
-    found: dict[tuple[str, str], list[Record]] = {}
-    for key, row in record["rows"].items():
-        if f", {link}, " not in key:
-            continue
-        task, name = key.split(f", {link}, ")
-        name, _, seed = name.rpartition(", ")
-        tasks, names = [*dict.fromkeys([*tasks, task])], [*dict.fromkeys([*names, name])]
-        found.setdefault((task, name), []).append(row)
-        seeds = max(seeds, int(seed) + 1)
+SLOW_LINKS = {"slow-links": "100mbit, 0 ms", "slow-links-10mbit": "10mbit, 50 ms"}
+FAST_LINK = "10gbit, 0 ms"
+OTHERS = ("torch", "hivemind")
+"""How the names of what is not gradstream begin."""
+
+TimesTo = dict[tuple[str, str], list[Record]]
+"""By task and method: a row for each seed."""
+
+
+def slow_links() -> Places:
+    """Seconds until four machines have a network at its accuracy, by task; and the best of ours and of the others."""
+    rows = recorded("slow-links")["rows"]
+    by_link = {link: _times_to(rows, link) for link in (FAST_LINK, *SLOW_LINKS.values())}
+    places = {place: _all_times(by_link[link]) for place, link in SLOW_LINKS.items()}
+    return {**places, "slow-links-best": _best_times(by_link)}
+
+
+def _times_to(rows: Mapping[str, Record], link: str) -> TimesTo:
+    found: TimesTo = {}
+    for key, row in rows.items():
+        task, here, name = key.partition(f", {link}, ")
+        if here:
+            found.setdefault((task, name.rpartition(", ")[0]), []).append(row)
+    return found
+
+
+def _all_times(found: TimesTo) -> str:
+    tasks, names = dict.fromkeys(task for task, _ in found), dict.fromkeys(name for _, name in found)
     cells = [[name, *(_time_to(found.get((task, name), [])) for task in tasks)] for name in names]
-    peers = ("torch", "hivemind")
-    rows = sorted(cells, key=lambda row: row[0].startswith(peers))
+    lines = sorted(cells, key=lambda line: line[0].startswith(OTHERS))
     one = next(iter(found.values()))[0]
     state = (
-        f"Seconds (MB sent by all machines); medians of {seeds} seed{'s' * (seeds > 1)}, {where(one)}. "
+        f"Seconds (MB sent by all machines; seeds, where there are several: it is their median), {where(one)}. "
         "> : cut there, without the accuracy. Empty: not measured."
     )
-    return {"slow-links": f"{table(['', *(f'`{task}`' for task in tasks)], rows)}\n\n{state}"}
+    return f"{table(['', *(f'`{task}`' for task in tasks)], lines)}\n\n{state}"
+
+
+def _best_times(by_link: Mapping[str, TimesTo]) -> str:
+    """The quickest of ours and of the others, by link, and what is between them."""
+    tasks = dict.fromkeys(task for task, _ in by_link[SLOW_LINKS["slow-links"]])
+
+    def best(link: str, task: str, *, others: bool) -> float:
+        times = [
+            _median_s(rows)
+            for (of, name), rows in by_link[link].items()
+            if of == task and name.startswith(OTHERS) is others
+        ]
+        return min(times, default=math.inf)
+
+    free = {task: best(FAST_LINK, task, others=False) for task in tasks}
+    lines = [["without a limit: gradstream", *(f"{free[task]:.0f} s" for task in tasks)]]
+    for link in SLOW_LINKS.values():
+        title = link.replace("mbit", " Mbit/s").replace(", 0 ms", "")
+        ours = {task: best(link, task, others=False) for task in tasks}
+        theirs = {task: best(link, task, others=True) for task in tasks}
+        lines += [
+            [f"{title}: gradstream", *(f"{ours[task]:.0f} s" for task in tasks)],
+            ["… over that without a limit", *(f"{ours[task] / free[task]:.2f}" for task in tasks)],
+            ["… best of the others", *(f"{theirs[task]:.0f} s" for task in tasks)],
+            ["… over gradstream", *(f"{theirs[task] / ours[task]:.1f}" for task in tasks)],
+        ]
+    return table(["", *(f"`{task}`" for task in tasks)], lines)
+
+
+def _median_s(rows: list[Record]) -> float:
+    return statistics.median(row["reached_s"] or math.inf for row in rows)
 
 
 def _time_to(rows: list[Record]) -> str:
     """The median of some runs."""
     if not rows:
         return ""
-    sent_mb = statistics.median(row["sent_bytes"] for row in rows) / 1e6
-    times = [row["reached_s"] for row in rows]
-    if None in times:
-        return f"> {max(row['limit_s'] for row in rows):.0f} ({sent_mb:,.0f})"
-    return f"{statistics.median(times):.0f} ({sent_mb:,.0f})"
+    sent = f"{statistics.median(row['sent_bytes'] for row in rows) / 1e6:,.0f}"
+    seeds = f"; {len(rows)}" if len(rows) > 1 else ""
+    median_s = _median_s(rows)
+    time = f"> {max(row['limit_s'] for row in rows):.0f}" if math.isinf(median_s) else f"{median_s:.0f}"
+    return f"{time} ({sent}{seeds})"
 
 
 # ---- large batches -------------------------------------------------------------------------------
