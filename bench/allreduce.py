@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from records import RESULTS, ROOT, command_line, origin
 
 RANK = Path(__file__).with_name("allreduce_rank.py")

@@ -85,7 +85,7 @@ class Gradstream:
 
         from gradstream.collectives.shm.group import SharedGroup
         from gradstream.collectives.shm.rendezvous import RendezvousMembers
-        from gradstream.run.local.machine import SWITCH_INTERVAL_S
+        from gradstream.run.local.environment import SWITCH_INTERVAL_S
         from gradstream.runtime.real import RealRuntime
 
         torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 from marks import put
 from records import RESULTS, ROOT, command_line
 from study import ledger, page, plots, subject

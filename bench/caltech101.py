@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gradstream.run.local.machine import git_commit, node_environment
+from gradstream.machine.description import git_commit
+from gradstream.run.local.environment import node_environment
 from records import RESULTS, ROOT, command_line, now, origin
 
 WORKERS = 2

@@ -40,7 +40,7 @@ import torch
 
 from gradstream.errors import GradstreamError
 from gradstream.memory import Vector
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import make_endpoint, make_memory

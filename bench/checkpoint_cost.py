@@ -27,7 +27,8 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.machine.description import describe_machine, git_commit
+from gradstream.run.local.environment import node_environment
 from records import RESULTS, ROOT, now
 
 WIDTH = 1024

@@ -29,8 +29,9 @@ import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.group import Group
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.preflight.allreduce import AllreducePlan, AllreduceResult, measure_here, result_of
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.runtime import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.machines import Machines, unavailable

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from records import RESULTS, ROOT, command_line, origin
 
 WORKERS, BATCH = 2, 256

@@ -30,8 +30,8 @@ from unittest.mock import patch
 import gradstream as gs
 from gradstream._train import launch
 from gradstream.job.files import load_job
-from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import LocalCluster, describe_machine, git_commit
+from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.tokens import token_layers

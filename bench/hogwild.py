@@ -36,8 +36,9 @@ import torch
 import gradstream as gs
 from gradstream import sparse
 from gradstream.job.files import load_job
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.memory.segments import Segment
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import LOOKS, UPDATES, num_locks

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 from large_batch import critical, minima, page, plots, saddles
 from large_batch.ledger import Key, Row, Rows, Scale, read_rows
 from records import RESULTS, ROOT, command_line, now

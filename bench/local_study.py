@@ -17,7 +17,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from gradstream.run.local.machine import git_commit
+from gradstream.machine.description import git_commit
 from marks import put, table
 from records import RESULTS, ROOT, command_line, origin
 from study import ledger

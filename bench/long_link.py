@@ -26,7 +26,8 @@ import torch
 
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import GroupMembers
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.machine.description import describe_machine, git_commit
+from gradstream.run.local.environment import node_environment
 from gradstream.runtime import RealRuntime
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.transport.base import Identity, Stream

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from records import RESULTS, ROOT, command_line, origin
 
 RESULT = RESULTS / "loop-cost.json"

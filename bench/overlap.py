@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.result import Run
 from gradstream.strategies import AllReduce
 from gradstream.testing.machines import Machine, Machines, unavailable

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import server_bulk
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.client.client import ServerClient

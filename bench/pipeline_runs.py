@@ -38,8 +38,8 @@ from torch.distributed.pipelining import (
 
 import gradstream as gs
 from gradstream.job.files import load_job
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.pipeline.schedule import FLUSHING
-from gradstream.run.local.machine import describe_machine, git_commit
 from records import RESULTS, ROOT, command_line, now
 
 WIDTH, LAYERS, SAMPLES, PARTS, SKIPPED, LR = 1024, 8, 256, 2, 10, 0.001

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.pipeline.executor import TensorTransfer, run_schedule
 from gradstream.pipeline.schedule import make_schedule
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.split.plan import SplitPlan
 from pipeline_layers import chain_of_layers
 from records import RESULTS, ROOT, command_line, now

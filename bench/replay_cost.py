@@ -26,7 +26,7 @@ import gradstream as gs
 from gradstream.cli.replaying import same_bits
 from gradstream.job.files import load_job
 from gradstream.recording import FOLDER
-from gradstream.run.local import node_environment
+from gradstream.run.local.environment import node_environment
 from records import RESULTS, origin
 
 WIDTH, CLASSES = 256, 10

@@ -25,7 +25,7 @@ import numpy as np
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.server.shard.config import Acknowledge
 from gradstream.testing import Tokens, numbered
 from records import command_line

@@ -31,7 +31,8 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.run.local import describe_machine, node_environment
+from gradstream.machine.description import describe_machine
+from gradstream.run.local.environment import node_environment
 from records import RESULTS
 
 SPEC = Path("row_sparse.json")  # in the working directory: nodes read this file again

@@ -29,7 +29,7 @@ from typing import Any
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.run.local.machine import git_commit
+from gradstream.machine.description import git_commit
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.strategies.allreduce import AllReduce

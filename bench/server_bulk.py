@@ -38,7 +38,7 @@ import torch
 
 from gradstream.memory import Vector
 from gradstream.optim import SGD
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime

@@ -30,7 +30,7 @@ from typing import Any
 import gradstream as gs
 from gradstream.errors import GradstreamError
 from gradstream.job.files import load_job
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 
 JOB = f"{Path(__file__).parent.parent / 'examples' / 'caltech101.py'}:large"
 ROOT = Path("/sys/fs/cgroup/memory")

@@ -17,7 +17,7 @@ from typing import Any
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.runtime.simulation import Cost, LogNormal, Network, SimulationConfig
 from gradstream.testing.runs import Sized
 from gradstream.testing.tokens import numbered

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.tokens import TokenAudit
 from records import RESULTS, ROOT, command_line, now

@@ -27,8 +27,8 @@ from PIL import Image
 from torch import nn
 
 import gradstream as gs
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.pipeline import SyntheticGradients
-from gradstream.run.local.machine import describe_machine, git_commit
 from records import RESULTS, ROOT, command_line, now
 
 PICTURE = ROOT / "docs" / "strategies" / "synthetic-gradients.png"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradstream.run.local import LocalCluster
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 
 WAIT_S = 60.0
 VICTIM = "rank-2"

@@ -158,7 +158,7 @@ class Starter:
 @contextmanager
 def warm() -> Iterator[Starter]:
     """Has `subprocess` fork its Python processes from a warm one, which ends with the context."""
-    from gradstream.run.local.machine import node_environment
+    from gradstream.run.local.environment import node_environment
 
     environment = {**os.environ, **node_environment(2, shards=True)}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -23,7 +23,7 @@ from typing import Any
 
 from fuzzing import files, messages, texts
 from fuzzing.harness import Decoder, Outcome, fuzz
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 
 DECODERS: dict[str, Decoder] = {
     one.name: one for one in (*files.DECODERS, *texts.DECODERS, *messages.DECODERS)

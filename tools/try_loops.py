@@ -28,7 +28,7 @@ from drawn.loop import ENDINGS, Loop, draw, draw_ending
 from drawn.text import State, Text
 from gradstream import Deadlines
 from gradstream.errors import GradientError, GradstreamError
-from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.session.session import Session, SingleProcessSession
 from gradstream.testing.sessions import loop_in_threads
 

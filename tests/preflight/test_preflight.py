@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 
 import gradstream as gs
 from gradstream.cli import main
+from gradstream.machine.resources import free_memory_bytes
 from gradstream.preflight import base, estimate, samples_per_s
 from gradstream.preflight import job as job_dry_run
-from gradstream.runtime.resources import free_memory_bytes
 from gradstream.testing.runs import Sized
 from gradstream.testing.tokens import numbered
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from gradstream.machine.description import describe_machine
 from gradstream.run.local import LocalCluster
-from gradstream.run.local.machine import describe_machine, node_environment
+from gradstream.run.local.environment import node_environment
 
 pytestmark = pytest.mark.cold  # of the forkserver itself, and of what it has loaded
 

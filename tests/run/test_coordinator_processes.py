@@ -19,7 +19,7 @@ import gradstream as gs
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import plan_run
 from whole_runs import same
 

@@ -17,7 +17,7 @@ import gradstream as gs
 from gradstream.errors import ConfigError, DataError, DeadlineError, Interrupted, PeerLostError, UserCodeError
 from gradstream.run.launcher_lock import holder_of
 from gradstream.run.local import LocalCluster
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from whole_runs import same, train
 
 JOB = """

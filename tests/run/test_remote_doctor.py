@@ -11,13 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from gradstream.cli import main
+from gradstream.machine.doctor import DoctorResult, look_here
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.doctor import (
-    DoctorResult,
     Visit,
     clock_finding,
-    look_here,
     look_there,
     version_findings,
 )

@@ -14,7 +14,8 @@ import pytest
 import gradstream as gs
 import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
-from gradstream.run.local import LocalCluster, node_environment
+from gradstream.machine.description import LocalCluster
+from gradstream.run.local.environment import node_environment
 from gradstream.run.result import FINAL_MODEL
 from killing import Killer
 from whole_runs import train

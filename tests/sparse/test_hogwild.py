@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from gradstream.machine.description import num_cores
 from gradstream.memory.segments import Segment, supported
-from gradstream.run.local.machine import num_cores
 from gradstream.sparse import from_csr, from_samples, linear
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows
 from gradstream.sparse.model import SparseModel, SweepState

@@ -16,7 +16,7 @@ from gradstream._simulate import simulate
 from gradstream.errors import PeerLostError
 from gradstream.report.pauses import alone_text
 from gradstream.run.local import LocalCluster
-from gradstream.run.local.machine import node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.runtime.simulation import Cost, Link, Network, Partition, SimulationConfig
 from gradstream.strategies.matching import partner_of
 from gradstream.testing.runs import QUICK, UNSTEADY, Sized, kill_at, least_squares, replace_at

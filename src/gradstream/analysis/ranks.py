@@ -17,8 +17,8 @@ import torch.distributed as dist
 from gradstream.analysis.full_loss import FullLoss, Vector
 from gradstream.checkpoint.model_file import load_file
 from gradstream.errors import ConfigError, PeerLostError
+from gradstream.machine.description import interfaces
 from gradstream.model.base import Model
-from gradstream.run.local.machine import interfaces
 from gradstream.run.reopen import kept_parameters, reopen
 from gradstream.run.result import Run, flatten
 from gradstream.transport.addresses import is_loopback

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstream.analysis.full_loss import Vector
 from gradstream.errors import ConfigError
-from gradstream.runtime.resources import free_memory_bytes
+from gradstream.machine.resources import free_memory_bytes
 
 ITERATIONS = 10
 """Of L-BFGS-B, as in the paper."""

@@ -17,9 +17,9 @@ import torch
 
 from gradstream.checkpoint.folder import data_offset, file_of
 from gradstream.errors import DataError, GradstreamError
+from gradstream.machine.resources import free_memory_bytes
 from gradstream.memory import trim
 from gradstream.runtime.base import Runtime, Storage, Work
-from gradstream.runtime.resources import free_memory_bytes
 from gradstream.wire import v1
 from gradstream.wire.parts import PartMap
 

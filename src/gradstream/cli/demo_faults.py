@@ -41,7 +41,8 @@ def run_with_faults(seed: int, epochs: int | None = None) -> bool:
         GradstreamError: a run has ended early.
     """
     from gradstream.job.files import load_job
-    from gradstream.run.local import LocalCluster, node_environment
+    from gradstream.machine.description import LocalCluster
+    from gradstream.run.local.environment import node_environment
 
     job = load_job(JOB)
     job = dataclasses.replace(job, seed=seed, epochs=epochs or job.epochs)

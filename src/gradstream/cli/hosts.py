@@ -14,18 +14,15 @@ from pathlib import Path
 
 import click
 
-from gradstream.checkpoint import newest
 from gradstream.errors import RESUMABLE, ConfigError
 from gradstream.job.sources import sources_of
 from gradstream.run.files import HOSTS
-from gradstream.run.result import FINAL_MODEL
 from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
 from gradstream.run.ssh.inspection import inspect
 from gradstream.run.ssh.places import add_machine, remove_machine, replace_machine
 from gradstream.run.ssh.run_files import collect, take_back
-from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import say
 
 FIRST_S = 10.0
@@ -85,6 +82,10 @@ def _check_earlier(run: Path) -> bool:
     """Whether there is an earlier start of this run, which goes on. Raises ConfigError if it cannot."""
     if not run.exists():
         return False
+    from gradstream.checkpoint import newest
+    from gradstream.run.result import FINAL_MODEL
+    from gradstream.runtime.storage import DiskStorage
+
     if (run / HOSTS).is_file():
         reason = (
             f"goes on: gradstream attach {run}, gradstream stop {run}; if its first machine is gone for good, remove "

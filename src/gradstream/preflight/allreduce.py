@@ -17,9 +17,9 @@ from typing import Any
 
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
+from gradstream.machine.resources import free_memory_bytes
 from gradstream.run.local.cluster import LocalCluster
-from gradstream.run.local.machine import node_environment
-from gradstream.runtime.resources import free_memory_bytes
+from gradstream.run.local.environment import node_environment
 from gradstream.transport.offers import CHOICES, Choice
 from gradstream.transport.proof import new_secret
 

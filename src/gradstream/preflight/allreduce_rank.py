@@ -23,7 +23,7 @@ from gradstream.collectives.message_group import MessageGroup
 from gradstream.errors import DeadlineError, InternalError
 from gradstream.memory import Span
 from gradstream.preflight.allreduce import ITEMSIZE_BYTES, AllreducePlan
-from gradstream.run.local.machine import SWITCH_INTERVAL_S
+from gradstream.run.local.environment import SWITCH_INTERVAL_S
 from gradstream.runtime.real import RealRuntime
 from gradstream.telemetry.events import Event, GroupEvent
 from gradstream.transport.base import Identity

@@ -10,13 +10,13 @@ from gradstream.checkpoint.model_file import load_file
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import PreflightError
 from gradstream.job.job import Job, build_model
+from gradstream.machine.resources import free_memory_bytes
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.preflight.base import Check, DryRun, by_role, count, estimate
 from gradstream.report.units import size_text, time_text
 from gradstream.run.plan import metrics_of
 from gradstream.run.result import Run
-from gradstream.runtime.resources import free_memory_bytes
 
 TEST_SAMPLES = 64
 """Number of held-out samples that are evaluated."""

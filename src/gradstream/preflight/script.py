@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gradstream.errors import PreflightError
+from gradstream.machine.resources import free_memory_bytes
 from gradstream.preflight.base import Check, DryRun, by_role
 from gradstream.report.units import size_text
-from gradstream.runtime.resources import free_memory_bytes
 from gradstream.telemetry.events import EventDict
 
 

@@ -14,6 +14,9 @@ from gradstream.untrusted import parse_json, parse_toml
 
 MAX_BYTES, MAX_DEPTH = 16 << 20, 32
 
+JOB = "job"
+"""Folder of a run directory with the files of the job, where the run was on other machines."""
+
 HOSTS = "hosts.json"
 """The machines that a run is on, where `gradstream launch --hosts` has started it, until it is over and collected."""
 

@@ -33,7 +33,7 @@ from gradstream.coordinator.run_clock import RunClock
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.job import Job, build_model
-from gradstream.run.local.machine import SWITCH_INTERVAL_S
+from gradstream.run.local.environment import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
 from gradstream.run.local.signals import stop_signal
 from gradstream.run.losses import losses_of

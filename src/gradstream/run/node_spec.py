@@ -18,9 +18,6 @@ from gradstream.run.files import read_record
 from gradstream.run.plan import RunPlan, plan_run
 from gradstream.untrusted import MismatchError, check_record
 
-JOB = "job"
-"""Folder of a run directory with the files of the job, where the run was on other machines."""
-
 
 def _optimizer_of(plan: RunPlan, job: Job) -> dict[str, Any]:
     if plan.whole is None:

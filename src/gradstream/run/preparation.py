@@ -10,9 +10,11 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError, DiskError
 from gradstream.job.job import is_script
+from gradstream.machine.description import Cluster, LocalCluster, ThreadCluster
+from gradstream.machine.resources import free_memory_bytes
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
-from gradstream.run.local import Cluster, LocalCluster, ThreadCluster, node_environment
+from gradstream.run.local.environment import node_environment
 from gradstream.run.local.ranks import hold_port
 from gradstream.run.local.signals import StopSignals
 from gradstream.run.node import run_node
@@ -22,7 +24,6 @@ from gradstream.run.records import write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.runtime.event_log import disk_error
-from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.credentials import Credentials
 
 OnAddress = Callable[[Path, str, Sequence[str]], None]

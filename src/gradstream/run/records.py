@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.job.files import digest_of
+from gradstream.machine.description import describe_machine, git_commit
 from gradstream.recording import FOLDER, JOB_FILE
 from gradstream.run.effective_settings import to_toml
 from gradstream.run.files import read_record
-from gradstream.run.local import describe_machine
-from gradstream.run.local.machine import git_commit
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.storage import DiskStorage

@@ -14,8 +14,8 @@ from gradstream.checkpoint.model_file import load_file
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job, build_model
-from gradstream.run.files import HOSTS
-from gradstream.run.node_spec import JOB, NodeSpec
+from gradstream.run.files import HOSTS, JOB
+from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage

@@ -18,7 +18,7 @@ from typing import Any
 from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import GradstreamError, Interrupted, PeerLostError, UserCodeError
 from gradstream.run.failures import typed_error
-from gradstream.run.local.machine import SWITCH_INTERVAL_S
+from gradstream.run.local.environment import SWITCH_INTERVAL_S
 from gradstream.run.node import run_worker
 from gradstream.run.placement import WorkerPlacement, newest_in
 from gradstream.session.binding import ParameterBinding

@@ -13,7 +13,7 @@ import click
 from gradstream.cli.machines import token_of, token_options
 
 if TYPE_CHECKING:
-    from gradstream.run.remote.doctor import DoctorResult
+    from gradstream.machine.doctor import DoctorResult
 
 TEXT_BYTES = 4096
 MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
@@ -50,12 +50,14 @@ def doctor(
       gradstream doctor 10.0.0.1:41873 --token 0123… --fingerprint sha256:4567…
     """
     from gradstream.errors import ConfigError
-    from gradstream.run.remote.address import Address
-    from gradstream.run.remote.doctor import Visit, look_here, look_there
+    from gradstream.machine.doctor import look_here
     from gradstream.untrusted.text import escaped
 
     findings: Iterable[DoctorResult] = look_here(folder.resolve())
     if address is not None:
+        from gradstream.run.remote.address import Address
+        from gradstream.run.remote.doctor import Visit, look_there
+
         where = Address.parse(address, "ADDR:PORT")
         if not where.port:
             raise ConfigError(f"{address}: the port is missing; the launcher has printed host:port")

@@ -1,7 +1,6 @@
 """The nodes of a run on this machine: processes forked from one warm process, or threads of this one."""
 
 from gradstream.run.local.cluster import NODE, SCRIPT, Cluster, LocalCluster
-from gradstream.run.local.machine import describe_machine, node_environment
 from gradstream.run.local.threads import ThreadCluster
 
 __all__ = [
@@ -10,6 +9,4 @@ __all__ = [
     "Cluster",
     "LocalCluster",
     "ThreadCluster",
-    "describe_machine",
-    "node_environment",
 ]

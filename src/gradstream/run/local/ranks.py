@@ -9,7 +9,7 @@ import os
 import socket
 
 from gradstream.errors import ConfigError
-from gradstream.run.local.machine import interfaces
+from gradstream.machine.description import interfaces
 from gradstream.transport.addresses import is_loopback
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradstream.run.local.cluster import NODE, Cluster
-from gradstream.run.local.machine import SWITCH_INTERVAL_S
+from gradstream.run.local.environment import SWITCH_INTERVAL_S
 from gradstream.run.local.signals import stop_signal
 
 HANG_UP_S = 10.0

@@ -1,60 +1,34 @@
-"""`gradstream doctor`: checks this machine, and the network path to a launcher."""
+"""`gradstream doctor ADDR:PORT`: checks the network path to a launcher."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import resource
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 from gradstream._version import __version__
 from gradstream.errors import GradstreamError
-from gradstream.run.local.machine import interfaces
+from gradstream.machine.description import machine_facts
+from gradstream.machine.doctor import DoctorResult, megabytes_s
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER
 from gradstream.run.remote.join_service import JOB
-from gradstream.run.remote.measure import LinkSpeed, machine_facts, measure
+from gradstream.run.remote.measure import LinkSpeed, measure
 from gradstream.run.remote.reach import check_fingerprint, connect, resolve, shake_hands
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.security import Tls
 from gradstream.wire import v1
 
-State = Literal["ok", "warning", "failed"]
-
-MIN_MEMORY_BYTES = 1 << 30
-MIN_DISK_BYTES = 1 << 30
-MIN_FILES = 256
 CLOCK_WARNING_S = 60.0
 CLOCK_FAILED_S = 3600.0
 """Certificates are valid from an hour before they were made."""
 
-PROBE_BYTES = 32 << 20
 NUM_PINGS = 20
 MEASURE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorResult:
-    """The result of one check.
-
-    Args:
-        what: the thing checked: "memory", "TLS", ...
-        text: its state; where the check fails, also the remedy.
-        state: the verdict.
-    """
-
-    what: str
-    text: str
-    state: State = "ok"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,57 +46,6 @@ class Visit:
     token: str | None = None
     fingerprint: str | None = None
     num_bytes: int = MEASURE_BYTES
-
-
-# ---- this machine -----------------------------------------------------------------------
-
-
-def look_here(folder: Path) -> Iterator[DoctorResult]:
-    """Checks this machine alone: versions, processor, memory, disk, limits, addresses.
-
-    Args:
-        folder: folder for runs.
-    """
-    facts = machine_facts()
-    yield DoctorResult("machine", f"{facts.pop('host')}, {facts.pop('cores')} cores")
-    free = facts.pop("free memory")
-    yield DoctorResult("versions", ", ".join(f"{name} {version}" for name, version in facts.items()))
-    yield _enough("memory", free_memory_bytes() or 0, MIN_MEMORY_BYTES, f"{free} free")
-    yield from _look_at_disk(folder)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
-    hint = f"; expected at least {MIN_FILES}: ulimit -n 1024" if few else ""
-    yield DoctorResult("open files", f"at most {soft} a process{hint}", "failed" if few else "ok")
-    addresses = [f"{ip} ({name})" for name, ip in interfaces().items() if not ip.startswith("127.")]
-    yield DoctorResult(
-        "addresses", ", ".join(addresses) or "only loopback: no other machine reaches this one"
-    )
-
-
-def _look_at_disk(folder: Path) -> Iterator[DoctorResult]:
-    """Checks free space, and the speed of writing a file and synchronizing it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free_bytes = shutil.disk_usage(folder).free
-        yield _enough("disk", free_bytes, MIN_DISK_BYTES, f"{free_bytes / 1e9:.1f} GB free at {folder}")
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
-            begun = time.monotonic()
-            file.write(os.urandom(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            speed = _mb_s(PROBE_BYTES / (time.monotonic() - begun))
-            yield DoctorResult("disk speed", f"{speed} written and synced")
-    except OSError as error:
-        yield DoctorResult("disk", f"cannot write at {folder}: {error.strerror}", "failed")
-
-
-def _enough(what: str, free: int, least: int, text: str) -> DoctorResult:
-    if free >= least:
-        return DoctorResult(what, text)
-    return DoctorResult(what, f"{text}: a node of a small model takes about {least / 1e9:.0f} GB", "warning")
-
-
-# ---- the way to a launcher --------------------------------------------------------------
 
 
 def look_there(visit: Visit) -> Iterator[DoctorResult]:
@@ -228,7 +151,8 @@ def _speed_findings(speed: LinkSpeed) -> list[DoctorResult]:
     there = ", ".join(f"{key} {value}" for key, value in speed.facts.items())
     return [
         DoctorResult(
-            "speed", f"{_mb_s(speed.up_bytes_s)} to the launcher, {_mb_s(speed.down_bytes_s)} from it"
+            "speed",
+            f"{megabytes_s(speed.up_bytes_s)} to the launcher, {megabytes_s(speed.down_bytes_s)} from it",
         ),
         DoctorResult("launcher", there),
         *version_findings({name: here[name] for name in names}, speed.facts),
@@ -237,7 +161,3 @@ def _speed_findings(speed: LinkSpeed) -> list[DoctorResult]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
-
-
-def _mb_s(bytes_s: float) -> str:
-    return f"{bytes_s / 1e6:,.0f} MB/s"

@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from gradstream.errors import ConfigError, JoinRefusedError, PeerLostError, RefusedError
 from gradstream.job.job import Job, is_script
-from gradstream.run.local.machine import num_cores
+from gradstream.machine.description import num_cores
+from gradstream.machine.resources import free_memory_bytes
 from gradstream.run.remote.address import Address, local_address, new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER
 from gradstream.run.remote.certificates import Key
@@ -21,7 +22,6 @@ from gradstream.run.remote.facts import facts_of, file_hash
 from gradstream.run.remote.join_service import JOB
 from gradstream.run.remote.places import moved
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.grpc.endpoint import GrpcEndpoint

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 
 import torch
 
 from gradstream.errors import RefusedError
-from gradstream.run.local.machine import num_cores, versions
+from gradstream.machine.description import machine_facts
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
@@ -31,17 +29,6 @@ class LinkSpeed:
     up_bytes_s: float
     down_bytes_s: float
     facts: dict[str, str]
-
-
-def machine_facts() -> dict[str, str]:
-    """Describes this machine, to find out why two machines do not work together."""
-    found = versions()
-    return {
-        "host": socket.gethostname(),
-        "cores": str(num_cores()),
-        "free memory": f"{(free_memory_bytes() or 0) / 1e9:.1f} GB",
-        **{name: found[name] for name in ("python", "gradstream", "torch", "grpcio", "protobuf")},
-    }
 
 
 async def serve_measure(stream: Stream, request: v1.Measure) -> None:

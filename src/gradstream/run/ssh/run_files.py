@@ -8,9 +8,7 @@ import tarfile
 from functools import partial
 from pathlib import Path
 
-from gradstream.checkpoint.folder import FOLDER as CHECKPOINTS
-from gradstream.run.files import HOSTS
-from gradstream.run.node_spec import JOB
+from gradstream.run.files import HOSTS, JOB
 from gradstream.run.ssh.archives import unpacked
 from gradstream.run.ssh.fleet import NOT_ITS_JOB, Fleet
 from gradstream.run.ssh.host import HostError, SshHost
@@ -34,11 +32,13 @@ def collect(fleet: Fleet, run: Path) -> list[str]:
     Raises:
         HostError: the run directory could not be brought.
     """
+    from gradstream.checkpoint.folder import FOLDER
+
     first, *_ = fleet.machines
     home = fleet.run_dir
     brought = _bring(first, fleet.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
-    for checkpoint in (run / CHECKPOINTS).glob("*"):
-        if checkpoint.is_dir() and f"{CHECKPOINTS}/{checkpoint.name}" not in brought:
+    for checkpoint in (run / FOLDER).glob("*"):
+        if checkpoint.is_dir() and f"{FOLDER}/{checkpoint.name}" not in brought:
             shutil.rmtree(checkpoint)
 
     (run / JOB).mkdir(exist_ok=True)
