@@ -30,7 +30,8 @@ from unittest.mock import patch
 import gradstream as gs
 from gradstream._train import launch
 from gradstream.job.files import load_job
-from gradstream.machine.description import LocalCluster, describe_machine, git_commit
+from gradstream.machine.description import describe_machine, git_commit
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered

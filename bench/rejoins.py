@@ -35,8 +35,8 @@ import gradstream as gs
 from gradstream._train import launch
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.job.files import load_job
-from gradstream.machine.description import LocalCluster
 from gradstream.run import restarts
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import plan_run
 from gradstream.run.simulated import SimulatedCluster

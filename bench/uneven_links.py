@@ -85,7 +85,7 @@ def seconds(name: str, seed: int, machines: SimulationConfig, script: Script | N
         optimizer=gs.optim.SGD(lr=how["lr"]),
         workers=WORKERS,
         batch_size=BATCH,
-        shares="measured" if measured(name, machines, script) else None,
+        shares=None if name == "asynchronous DiLoCo" else "measured",
         epochs=EPOCHS,
         evaluate_every=how["look"],
         until=gs.until(accuracy=TARGET),
@@ -94,13 +94,6 @@ def seconds(name: str, seed: int, machines: SimulationConfig, script: Script | N
     )
     curve = [point_of(evaluation) for evaluation in run.evaluations]
     return seconds_to({"curve": curve}, TARGET) or math.inf
-
-
-def measured(name: str, machines: SimulationConfig, script: Script | None) -> bool:
-    """Whether workers get minibatches by their speeds. Local SGD with such shares ends when a worker is lost."""
-    if name == "local SGD":
-        return machines.speeds[NODE] < 1 and script is None
-    return name != "asynchronous DiLoCo"
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ def _nodes(
     run_dir: Path, record: LauncherRecord, begin: bool
 ) -> tuple[RunPlan, LocalCluster | None, Credentials]:
     """The plan of the run, and its forkserver: a new one, or the one that is there; None if it has ended."""
-    from gradstream.machine.description import LocalCluster
+    from gradstream.run.local import LocalCluster
     from gradstream.run.local.environment import node_environment
     from gradstream.run.local.link import ForkserverLink
     from gradstream.run.reopen import spec_of_run

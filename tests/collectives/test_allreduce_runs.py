@@ -18,7 +18,7 @@ from gradstream._simulate import simulate
 from gradstream._train import launch
 from gradstream.errors import PeerLostError
 from gradstream.job.files import load_job
-from gradstream.machine.description import LocalCluster
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 import gradstream as gs
 from gradstream.cli import main
-from gradstream.machine.description import LocalCluster
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from killing import Killer
 from whole_runs import train

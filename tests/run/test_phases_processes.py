@@ -15,7 +15,7 @@ import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.job.settings import apply, from_toml
-from gradstream.machine.description import LocalCluster
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import plan_run
 from gradstream.telemetry.events import EventDict

@@ -14,7 +14,7 @@ import pytest
 import gradstream as gs
 import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
-from gradstream.machine.description import LocalCluster
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.result import FINAL_MODEL
 from killing import Killer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradstream.job.files import load_job
-from gradstream.machine.description import LocalCluster
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.telemetry.events import EventDict
 from gradstream.testing.quota import CpuQuota, no_quota

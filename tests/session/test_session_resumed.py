@@ -22,7 +22,7 @@ import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
 from gradstream.checkpoint import kept
 from gradstream.job.files import load_job
-from gradstream.machine.description import LocalCluster
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage

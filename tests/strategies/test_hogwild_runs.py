@@ -24,7 +24,7 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.job.files import load_job
-from gradstream.machine.description import LocalCluster
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import plan_run
 from gradstream.sparse import SparseDataset, SparseModel

@@ -351,12 +351,8 @@ def test_the_coordinator_dies_with_a_worker(undisturbed: Any, finals: Finals) ->
 
 
 def test_what_cannot_go_on_ends_by_name() -> None:
-    for strategy, options in (
-        (gs.AllReduce(sharded=True), {}),
-        (by("ring"), {"shares": "measured"}),
-    ):
-        with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
-            run_with(kill_at("worker-1", 0.3), strategy, **options)
+    with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
+        run_with(kill_at("worker-1", 0.3), gs.AllReduce(sharded=True))
 
 
 def test_a_survivor_that_keeps_an_update_which_the_others_redo_is_noticed(

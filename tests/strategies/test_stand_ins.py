@@ -166,11 +166,6 @@ def test_checkpoints_are_made_meanwhile_and_resumed_with_the_same_bits(undisturb
         assert len([e for e in events if e["event"] == "checkpoint"]) > 3
 
 
-def test_where_the_parts_of_others_cannot_be_computed_the_death_ends_the_run_by_name() -> None:
-    with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
-        run_with(kill_at("worker-1", 0.3), shares="measured")
-
-
 # ---- who stands in ----------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ def run_with_faults(seed: int, epochs: int | None = None) -> bool:
         GradstreamError: a run has ended early.
     """
     from gradstream.job.files import load_job
-    from gradstream.machine.description import LocalCluster
+    from gradstream.run.local import LocalCluster
     from gradstream.run.local.environment import node_environment
 
     job = load_job(JOB)

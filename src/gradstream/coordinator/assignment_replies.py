@@ -93,6 +93,8 @@ class AssignmentReplies:
         self._answered.pop(node.name, None)
         if self.assignment is not None:
             self.assignment.joined(node.rank)
+        if self._balance is not None and node.role == "worker":
+            self._balance.joined(node.rank)
 
     def measured(self, who: str, request: v1.Ask) -> list[Instruction]:
         """Takes the speed that a worker has measured since it asked for minibatches last."""
@@ -203,10 +205,13 @@ class AssignmentReplies:
         return None if sizes is None else v1.Shares(samples=sizes)
 
     def rebalance(self) -> list[Instruction]:
-        """Decides the shares that workers wait for, once all that are in have asked."""
+        """Decides the shares that workers wait for, once all that are in, and do not wait to begin, have asked."""
         if self._balance is None:
             return []
-        decided = self._balance.decide([node.rank for node in self._nodes.workers])
+        waiting = self._nodes.entering
+        decided = self._balance.decide(
+            [node.rank for node in self._nodes.workers if node.name not in waiting]
+        )
         return [] if decided is None else [Emit(decided)]
 
     def _worker(self, who: str) -> v1.Node | Refuse:

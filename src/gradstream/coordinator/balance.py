@@ -3,6 +3,9 @@
 Before each rebalance window of rounds (`data.shares`) every worker reports how many samples it has gone
 through, and how long their gradients took. Once all have reported, `data.shares.better` decides the sizes
 once, and all workers get the same.
+
+A lost worker gets no samples from the next window on; until then another one computes its part. A new process in its
+place asks for the sizes of the round with which it begins, and has a part again from the next window on.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from gradstream.data.base import BatchPlan
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
-from gradstream.data.shares import WorkerSpeed, better
+from gradstream.data.shares import WorkerSpeed, begins_window, better
 from gradstream.telemetry.events import SharesEvent
 
 Round = tuple[int, int]
@@ -46,6 +49,11 @@ class ShareBalance:
             self._asked[rank] = before
             self._speeds[rank].measured(measured)
 
+    def joined(self, rank: int) -> None:
+        """Forgets what the process has measured in whose place a worker takes part."""
+        self._speeds[rank] = WorkerSpeed()
+        self._asked.pop(rank, None)
+
     def decide(self, present: Sequence[int]) -> SharesEvent | None:
         """Decides the sizes if all workers of the ranks `present` wait for it."""
         rounds = {self._asked.get(rank) for rank in present}
@@ -63,5 +71,11 @@ class ShareBalance:
         )
 
     def decided(self, before: Round) -> Sequence[int] | None:
-        """Returns the sizes from this round on; None while they are not decided."""
+        """Returns the sizes from this round on; None while they are not decided.
+
+        Inside of a window, and in the first round of the run, they are known: there a new process asks.
+        """
+        first = self._plan.nth(0, 0)
+        if not begins_window(before[1]) or before == (first.epoch, first.batch):
+            return self._plan.sizes(*before)
         return self.sizes if before == self._decided else None

@@ -22,10 +22,10 @@ from gradstream.errors import Interrupted, PreflightError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.job.phase_jobs import job_of_phase
 from gradstream.job.registry import name_of
-from gradstream.machine.description import LocalCluster
 from gradstream.machine.resources import free_disk_bytes
 from gradstream.model.base import Model
 from gradstream.report.units import size_text
+from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.reopen import kept_parameters

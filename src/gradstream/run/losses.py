@@ -81,8 +81,8 @@ def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
         )
     if rounds and plan.parts > 1 and job.pipeline not in FLUSHING and not isinstance(job.pipeline, Hybrid):
         yield "its parts have more than their parameters from one minibatch to the next"
-    if rounds and plan.balanced:
-        yield "shares follow measured speeds"
+    if rounds and plan.balanced and plan.parts > 1:
+        yield "shares follow measured speeds, which the parts of a new process do not know"
     if rounds and served is not None and served.rows(tables=True) is not None:
         yield "rounds exchange rows"
     if rounds and job.data.num_samples is None:

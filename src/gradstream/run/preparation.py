@@ -10,10 +10,10 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError, DiskError
 from gradstream.job.job import is_script
-from gradstream.machine.description import Cluster, LocalCluster, ThreadCluster
 from gradstream.machine.resources import free_memory_bytes
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
+from gradstream.run.local import Cluster, LocalCluster, ThreadCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.local.ranks import hold_port
 from gradstream.run.local.signals import StopSignals

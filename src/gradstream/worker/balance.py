@@ -30,8 +30,13 @@ class ShareReporter:
     def __init__(self, plan: RoundPlan | JoinedPlan, source: ShareSource) -> None:
         self._plan = plan
         self._source = source
+        self._late = False
         self._steps = 0
         self._stretch = WorkerSpeed()
+
+    def join_late(self) -> None:
+        """Has the plan follow the shares of the round with which this worker begins: the others have gone on."""
+        self._late = True
 
     def took(self, samples: int, seconds: float) -> None:
         """Notes the time of a gradient. The first one is left out, since it includes much that happens only once."""
@@ -45,10 +50,11 @@ class ShareReporter:
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
         """
-        if not begins_window(ref.batch):
+        late, self._late = self._late, False
+        if not begins_window(ref.batch) and not late:
             return
         sizes: Sequence[int] = self._plan.sizes(ref.epoch, ref.batch)
-        if self._steps:
+        if self._steps or late:
             sizes = await self._source.shares(ref, self._stretch)
             self._stretch = WorkerSpeed()
         self._plan.reassign(ref.epoch, ref.batch, sizes, until=window_end(ref.batch))

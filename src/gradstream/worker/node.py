@@ -159,6 +159,8 @@ class WorkerNode:
         config, runtime = self._config, self._runtime
         await self._member.training()
         late = self._member.since > 0
+        if late and self._balance is not None:
+            self._balance.join_late()
         if self._lead is not None:
             await self._lead.begin()
         exchange = self._exchange = await self._assembly(late).exchange()

@@ -21,7 +21,7 @@ from typing import Any
 from gradstream.errors import RESUMABLE, ConfigError, DeadlineError, JoinRefusedError, PeerLostError
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
-from gradstream.machine.description import NODE, SCRIPT, LocalCluster
+from gradstream.run.local import NODE, SCRIPT, LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.local.signals import stop_signal
 from gradstream.run.remote.address import Address
