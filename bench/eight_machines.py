@@ -111,7 +111,7 @@ def main() -> None:
         for pid in processes(machines[3]):
             if b"gradstream train" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
                 os.kill(pid, signal.SIGTERM)
-        found["preempted_s"] = console.until(["attach", run], f"{there.hosts[3]}: ended with")
+        found["preempted_s"] = console.until(["attach", run], f"{there.hosts[3]} has left")
         for pid in processes(machines[5]):
             os.kill(pid, signal.SIGKILL)
         found["killed_s"] = console.until(["attach", run], f"{there.hosts[5]}: ended with 137")
