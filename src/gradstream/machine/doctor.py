@@ -7,11 +7,12 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gradstream._version import __version__
 from gradstream.machine.description import interfaces, machine_facts
 from gradstream.machine.resources import free_memory_bytes
 
@@ -47,7 +48,7 @@ def look_here(folder: Path) -> Iterator[DoctorResult]:
     facts = machine_facts()
     yield DoctorResult("machine", f"{facts.pop('host')}, {facts.pop('cores')} cores")
     free = facts.pop("free memory")
-    yield DoctorResult("versions", ", ".join(f"{name} {version}" for name, version in facts.items()))
+    yield _all_installed(facts)
     yield _enough("memory", free_memory_bytes() or 0, MIN_MEMORY_BYTES, f"{free} free")
     yield from _look_at_disk(folder)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -58,6 +59,18 @@ def look_here(folder: Path) -> Iterator[DoctorResult]:
     yield DoctorResult(
         "addresses", ", ".join(addresses) or "only loopback: no other machine reaches this one"
     )
+
+
+def _all_installed(versions: Mapping[str, str]) -> DoctorResult:
+    """Checks that there are the packages that every node needs. They are not loaded: that takes a second."""
+    text = ", ".join(f"{name} {version}" for name, version in versions.items())
+    missing = [
+        name for name, version in versions.items() if version == "unknown" and name != "gradstream"
+    ]  # it may come from a folder
+    if not missing:
+        return DoctorResult("versions", text)
+    remedy = f"python -m pip install gradstream=={__version__}"
+    return DoctorResult("versions", f"{text}: not installed: {', '.join(missing)}; {remedy}", "failed")
 
 
 def _look_at_disk(folder: Path) -> Iterator[DoctorResult]:
