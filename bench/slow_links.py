@@ -87,6 +87,7 @@ EVERY = {"every": PERIOD}
 OURS = {
     "local-sgd, one-bit": Ours("local", "local-sgd", "one-bit", 1, EVERY),
     "local-sgd, float4": Ours("local", "local-sgd", "float4", 1, EVERY),
+    "local-sgd, float4, H = 40": Ours("local", "local-sgd", "float4", 1, {"every": 2 * PERIOD}),
     "local-sgd, one-bit, H = 80": Ours("local", "local-sgd", "one-bit", 1, {"every": 4 * PERIOD}),
     "diloco, float4": Ours("outer", "diloco", "float4", PERIOD, EVERY, "int8"),
     "async-diloco, int8": Ours(
