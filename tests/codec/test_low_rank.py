@@ -21,6 +21,7 @@ from whole_runs import same
 
 Array = np.ndarray[Any, Any]
 LAYOUT = Layout.of([("bias", (5,)), ("w", (12, 8)), ("kernel", (6, 4, 3)), ("small", (2, 2))], torch.float64)
+WHOLE = 0, LAYOUT.elems
 
 
 class Alone:
@@ -42,7 +43,8 @@ def run(work: Any) -> Any:
 
 def sums_of(runtime: Any, rank: int) -> LowRankSums:
     left = runtime.memory.allocate(LAYOUT.elems, torch.float64, "residual")
-    return LowRankSums(runtime, Alone(), LAYOUT, gs.codecs.PowerSGD(rank), 0, left, {})  # type: ignore[arg-type]
+    codec = gs.codecs.PowerSGD(rank)
+    return LowRankSums(runtime, Alone(), LAYOUT, [WHOLE], codec, 0, left, {})  # type: ignore[arg-type]
 
 
 def test_only_matrices_that_become_smaller_are_thin() -> None:
@@ -60,7 +62,7 @@ def test_a_matrix_of_low_rank_is_exact_after_one_round() -> None:
         vector = runtime.memory.allocate(LAYOUT.elems, torch.float64, "gradient")
         matrix = sums.layers[0]
         matrix.of(vector.tensor).copy_(low)
-        await sums.exchange(matrix, vector, 1.0)
+        await sums.exchange(WHOLE, vector, 1.0)
         assert float((matrix.of(vector.tensor) - low).abs().max()) < 3e-14
         assert float(matrix.of(sums._left.tensor).abs().max()) < 3e-14
 
@@ -79,14 +81,34 @@ def test_nothing_is_lost_and_what_is_not_finite_changes_nothing() -> None:
             matrix.of(vector.tensor).copy_(torch.tensor(gradient))
             if step == 10:
                 left, q = sums._left.tensor.clone(), sums._bases[name_of(matrix)].clone()
-                await sums.exchange(matrix, vector, float("nan"))
+                await sums.exchange(WHOLE, vector, float("nan"))
                 assert torch.isnan(matrix.of(vector.tensor)).all()
                 assert torch.equal(left, sums._left.tensor) and torch.equal(q, sums._bases[name_of(matrix)])
                 continue
-            await sums.exchange(matrix, vector, 0.5)
+            await sums.exchange(WHOLE, vector, 0.5)
             total += 0.5 * gradient
             came += matrix.of(vector.tensor).numpy()
         assert np.allclose(came + matrix.of(sums._left.tensor).numpy(), total, atol=1e-12)
+
+    run(work)
+
+
+def test_a_bucket_takes_two_sums_and_what_is_no_matrix_comes_along() -> None:
+    async def work(runtime: Any) -> None:
+        sums, asked = sums_of(runtime, 1), list[int]()
+        vector = runtime.memory.allocate(LAYOUT.elems, torch.float64, "gradient")
+        vector.tensor.copy_(torch.arange(LAYOUT.elems, dtype=torch.float64))
+
+        async def allreduce(span: Any, *, weight: float = 1.0) -> Any:
+            asked.append(len(span))
+            return span
+
+        sums._group.allreduce = allreduce  # type: ignore[method-assign]
+        await sums.exchange(WHOLE, vector, 0.5)
+        assert asked == [12 + 6 + 5 + 4, 8 + 12]
+        for start, stop in ((0, 5), (173, 177)):
+            assert torch.equal(vector.tensor[start:stop], torch.arange(start, stop, dtype=torch.float64) / 2)
+        assert [await sums.exchange((101, 102), vector, 1.0), len(asked)] == [[], 2]  # within a matrix
 
     run(work)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from gradstream.cli import main
-from gradstream.machine import description
 from gradstream.machine.doctor import DoctorResult, look_here
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import CertificateAuthority
@@ -60,17 +60,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr()
-    monkeypatch.setattr(
-        description.metadata, "version", lambda name: "1" if name == "grpcio" else missing(name)
-    )
+    monkeypatch.setattr(metadata, "version", lambda name: "1" if name == "grpcio" else missing(name))
     found = {finding.what: finding for finding in look_here(tmp_path)}["versions"]
     assert found.state == "failed"
     assert "not installed: torch, protobuf; python -m pip install gradstream==" in found.text
 
 
 def missing(name: str) -> str:
-    raise description.metadata.PackageNotFoundError(name)
+    raise metadata.PackageNotFoundError(name)
 
 
 def test_the_whole_way_with_the_token() -> None:

@@ -231,15 +231,17 @@ class Assembly:
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
             noise=self._noise(group) if config.noise_scale else None,
             coded=self._coded(group, buckets),
-            low_rank=self._low_rank(group),
+            low_rank=self._low_rank(group, buckets),
         )
 
-    def _low_rank(self, group: Group) -> LowRankSums | None:
+    def _low_rank(self, group: Group, buckets: Buckets) -> LowRankSums | None:
         config, kept, runtime = self._config, self._remainders, self._context.runtime
         if kept is None or not isinstance(config.codec, PowerSGD):
             return None
-        left, bases = kept.vectors["residual"], kept.bases
-        return LowRankSums(runtime, group, config.model.layout, config.codec, config.seed, left, bases)
+        layout, left = config.model.layout, kept.vectors["residual"]
+        return LowRankSums(
+            runtime, group, layout, buckets.bounds, config.codec, config.seed, left, kept.bases
+        )
 
     def _coded(self, group: Group, buckets: Buckets) -> CodedSums | None:
         config, runtime, kept = self._config, self._context.runtime, self._remainders

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-from gradstream.codec.low_rank import MatrixPlace
 from gradstream.memory import Span, Vector
 from gradstream.model.check import finite, length
 from gradstream.model.factors import FactoredLayer
@@ -29,9 +28,6 @@ from gradstream.worker.computed import UNKNOWN, ComputedGradient
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
 from gradstream.worker.replica.sufficient_factors import outside
-
-Part = FactoredLayer | MatrixPlace
-"""A part of the vector that is exchanged otherwise than by a sum of its elements."""
 
 
 class UpdatedReplica(Protocol):
@@ -164,10 +160,11 @@ class GroupPeers:
             return
         weight *= self._round.relative_rate
         if self._setup.low_rank is not None:
-            here = [
-                one for one in self._setup.low_rank.layers if one.start < bucket[1] and bucket[0] < one.stop
-            ]
-            await self._allreduce_around(gradient, bucket, weight, here)
+            span, begun_ns = await self._ready(gradient, bucket), self._runtime.now()
+            scale = math.nan if self._spoils(gradient) else weight
+            thin = await self._setup.low_rank.exchange(bucket, gradient.vector, scale)
+            self._meter.exchanged(thin, begun_ns, whole=span.tensor.nbytes)
+            self._round.sums.append((bucket[0], span))
             return
         layers = await self._factored(gradient, bucket)
         if layers:
@@ -177,7 +174,7 @@ class GroupPeers:
         if self._setup.coded is not None:
             begun_ns, step = self._runtime.now(), self._replica.version + 1
             total, sent = await self._setup.coded.allreduce(span, weight=weight, step=step)
-            self._meter.exchanged(sent, begun_ns, whole=span.tensor.nbytes)
+            self._meter.exchanged([sent], begun_ns, whole=span.tensor.nbytes)
             self._round.sums.append((bucket[0], total))
             return
         await self._measure(span, weight)
@@ -204,7 +201,7 @@ class GroupPeers:
         return [one for one in factors.layers if one.start < bucket[1] and bucket[0] < one.stop]
 
     async def _allreduce_around(
-        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[Part]
+        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[FactoredLayer]
     ) -> None:
         """Sums the bucket without these layers, and the layers that end in it, into the gradient's own vector."""
         await self._ready(gradient, bucket)
@@ -219,15 +216,9 @@ class GroupPeers:
                 begun_ns = self._runtime.now()
                 scale = math.nan if self._spoils(gradient) else weight
                 whole = vector[layer.start : layer.stop].tensor.nbytes
-                if isinstance(layer, MatrixPlace):
-                    assert self._setup.low_rank is not None
-                    first, second = await self._setup.low_rank.exchange(layer, vector, scale)
-                    self._meter.exchanged(first, begun_ns, whole=whole)
-                    self._meter.exchanged(second, self._runtime.now(), whole=0)
-                else:
-                    assert self._setup.factors is not None
-                    sent = await self._setup.factors.exchange(layer, vector, scale)
-                    self._meter.exchanged(sent, begun_ns, whole=whole)
+                assert self._setup.factors is not None
+                sent = await self._setup.factors.exchange(layer, vector, scale)
+                self._meter.exchanged([sent], begun_ns, whole=whole)
         self._round.sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
 
     async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:
@@ -292,7 +283,7 @@ class GroupPeers:
     async def _timed(self, span: Span, exchange: Awaitable[Span]) -> Span:
         begun_ns = self._runtime.now()
         total = await exchange
-        self._meter.exchanged(span, begun_ns)
+        self._meter.exchanged([span], begun_ns)
         return total
 
     async def update(self, gradient: api.Gradient) -> None:

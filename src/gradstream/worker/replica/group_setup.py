@@ -87,12 +87,13 @@ class GroupMeter:
         """The worker has waited for the group since `begun_ns`."""
         self._attribution.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
 
-    def exchanged(self, span: Span, begun_ns: int, *, whole: int | None = None) -> None:
-        """The exchange of a span, which began at `begun_ns`, is done; it stands for so many bytes, or for its own."""
+    def exchanged(self, sent: Sequence[Span], begun_ns: int, *, whole: int | None = None) -> None:
+        """The exchange of spans, which began at `begun_ns`, is done; they stand for so many bytes, or for their own."""
+        sent_bytes = sum(span.tensor.nbytes for span in sent)
         self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
         self.waited(begun_ns)
-        self.exchanged_bytes += span.tensor.nbytes
-        self.whole_bytes += span.tensor.nbytes if whole is None else whole
+        self.exchanged_bytes += sent_bytes
+        self.whole_bytes += sent_bytes if whole is None else whole
 
     def updated(self, parameters: Vector, begun_ns: int) -> None:
         """The round's update, which began at `begun_ns`, is done."""

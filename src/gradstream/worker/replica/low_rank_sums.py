@@ -1,9 +1,15 @@
-"""`LowRankSums`: the sums of matrices in a group as products of two thin matrices: see `codec.low_rank`."""
+"""`LowRankSums`: the sums of matrices in a group as products of two thin matrices: see `codec.low_rank`.
+
+All matrices of a bucket take two messages to each peer together, not two each: what the bucket has besides, biases for
+the most part, goes with the P. On a link with a long way that is what counts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -13,6 +19,9 @@ from gradstream.collectives.group import Group
 from gradstream.memory import Span, Vector
 from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work
+from gradstream.worker.replica.sufficient_factors import outside
+
+Bucket = tuple[int, int]
 
 
 def name_of(matrix: MatrixPlace) -> str:
@@ -27,6 +36,7 @@ class LowRankSums:
         runtime: runtime of the worker's node.
         group: the workers.
         layout: layout of the model.
+        buckets: [start, stop) of each bucket.
         codec: the rank.
         seed: of the first Q, the same at all workers.
         left: what was left out of the rounds before; it goes on from one group to the next.
@@ -42,6 +52,7 @@ class LowRankSums:
         runtime: Runtime,
         group: Group,
         layout: Layout,
+        buckets: Iterable[Bucket],
         codec: PowerSGD,
         seed: int,
         left: Vector,
@@ -51,7 +62,7 @@ class LowRankSums:
         self._group = group
         self._rank = codec.rank
         self.layers: Sequence[MatrixPlace] = codec.matrices((slot.start, slot.shape) for slot in layout.slots)
-        most = codec.rank * max((max(one.rows, one.columns) for one in self.layers), default=0)
+        most = max(max(map(sum, self._sizes(bucket))) for bucket in buckets)
         self._thin = group.allocate(most, layout.dtype, "thin")
         self._left = left
         self._bases = bases
@@ -63,11 +74,24 @@ class LowRankSums:
         generator = torch.Generator().manual_seed(seed_of(seed, matrix.start))
         return torch.randn(matrix.columns, self._rank, generator=generator, dtype=dtype)
 
-    async def exchange(self, matrix: MatrixPlace, vector: Vector, weight: float) -> list[Span]:
-        """Puts P·Qᵀ ≈ Σ_r weight_r · M_r into the matrix's place in the vector.
+    def _parts(self, bucket: Bucket) -> tuple[list[MatrixPlace], list[Bucket]]:
+        """The matrices that end in a bucket, and [start, stop) of what it has besides matrices."""
+        here = [one for one in self.layers if one.start < bucket[1] and bucket[0] < one.stop]
+        return [one for one in here if one.stop <= bucket[1]], outside(bucket, here)
+
+    def _sizes(self, bucket: Bucket) -> tuple[list[int], list[int]]:
+        """The number of elements of each part of the first sum, and of the second."""
+        matrices, besides = self._parts(bucket)
+        rows = [one.rows * self._rank for one in matrices]
+        return [*rows, *(stop - start for start, stop in besides)], [
+            one.columns * self._rank for one in matrices
+        ]
+
+    async def exchange(self, bucket: Bucket, vector: Vector, weight: float) -> list[Span]:
+        """Puts P·Qᵀ ≈ Σ_r weight_r · M_r into the place of each matrix that ends in a bucket, and sums what is besides.
 
         Args:
-            matrix: one of `layers`.
+            bucket: one of the buckets.
             vector: this worker's gradient.
             weight: factor of this worker's gradient. NaN for one that is not finite: the result is NaN then, at all
                 workers, and what was left out stays as it is.
@@ -78,49 +102,42 @@ class LowRankSums:
         Raises:
             PeerLostError, DeadlineError: names a rank; the group is broken.
         """
-        name, rank = name_of(matrix), self._rank
-        place, left = vector[matrix.start : matrix.stop], self._left[matrix.start : matrix.stop]
-        p, q = self._thin[: matrix.rows * rank], self._thin[: matrix.columns * rank]
+        matrices, besides = self._parts(bucket)
+        firsts, seconds = self._sizes(bucket)
+        work = _Product(matrices, vector, self._left, self._bases, weight)
+        others = [vector[start:stop] for start, stop in besides]
+        places = [vector[one.start : one.stop] for one in matrices]
+        left = [self._left[one.start : one.stop] for one in matrices]
+        elems = sum(map(len, [*places, *others]))
+        sent = [part for part in (self._thin[: sum(firsts)], self._thin[: sum(seconds)]) if len(part)]
 
         def first(_: object) -> None:
-            if math.isnan(weight):
-                p.tensor.fill_(math.nan)
-                return
-            own = matrix.of(vector.tensor)
-            own.mul_(weight).add_(matrix.of(self._left.tensor))
-            torch.mm(own, self._bases[name], out=p.tensor.view(matrix.rows, rank))
-
-        await self._compute(first, len(place), [place, p], [left])
-        total = await self._group.allreduce(p)
-        basis: list[torch.Tensor] = []
+            parts = _cut(sent[0].tensor, firsts)
+            work.multiply(parts[: len(matrices)])
+            for other, part in zip(others, parts[len(matrices) :], strict=True):
+                torch.mul(other.tensor, weight, out=part)
 
         def second(_: object) -> None:
-            found = total.tensor.view(matrix.rows, rank)
-            if not torch.isfinite(found).all():
-                q.tensor.fill_(math.nan)
-                return
-            basis.append(orthonormal(found))
-            mine = torch.mm(matrix.of(vector.tensor).T, basis[0], out=q.tensor.view(matrix.columns, rank))
-            torch.addmm(
-                matrix.of(vector.tensor), basis[0], mine.T, alpha=-1, out=matrix.of(self._left.tensor)
+            parts = _cut(total.tensor, firsts)
+            for other, part in zip(others, parts[len(matrices) :], strict=True):
+                other.tensor.copy_(part)
+            work.orthogonalize(parts[: len(matrices)])  # all, before the Q take their place
+            if matrices:
+                work.multiply_back(_cut(sent[1].tensor, seconds))
+
+        if sent:
+            await self._compute(first, elems, [*places, sent[0]], [*left, *others])
+            total = await self._group.allreduce(sent[0])
+            await self._compute(second, elems, [*sent[1:], *left, *others], places)
+        if matrices:
+            summed = await self._group.allreduce(sent[1])
+            await self._compute(
+                lambda _: work.put_back(_cut(summed.tensor, seconds)), elems, places, [summed]
             )
-
-        await self._compute(second, len(place), [q, left], [place])
-        total = await self._group.allreduce(q)
-
-        def last(_: object) -> None:
-            into = matrix.of(vector.tensor)
-            if not basis:
-                into.fill_(math.nan)
-                return
-            self._bases[name] = total.tensor.view(matrix.columns, rank).clone()
-            torch.mm(basis[0], self._bases[name].T, out=into)
-
-        await self._compute(last, len(place), [place], [])
-        return [p, q]
+        return sent
 
     async def _compute(
-        self, work: Callable[[object], None], elems: int, writes: Sequence[Span], reads: Sequence[Span]
+        self, work: Callable[[object], object], elems: int, writes: Sequence[Span], reads: Sequence[Span]
     ) -> None:
         await self._runtime.compute(
             work,
@@ -129,3 +146,65 @@ class LowRankSums:
             reads=reads,
             lane="exchange",
         )
+
+
+def _cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Parts of these numbers of elements, one after the other."""
+    return [flat[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """The steps of `codec.low_rank` for some matrices.
+
+    Args:
+        matrices: the matrices.
+        vector: this worker's gradient.
+        left: what was left out of the rounds before.
+        bases: see `LowRankSums`.
+        weight: see `LowRankSums.exchange`.
+        found: the orthonormal P of each matrix whose sum is finite.
+    """
+
+    matrices: Sequence[MatrixPlace]
+    vector: Vector
+    left: Vector
+    bases: dict[str, torch.Tensor]
+    weight: float
+    found: dict[MatrixPlace, torch.Tensor] = field(default_factory=dict)
+
+    def multiply(self, out: Sequence[torch.Tensor]) -> None:
+        """X ← weight·M + e;  P ← X·Q."""
+        for matrix, p in zip(self.matrices, out, strict=True):
+            if math.isnan(self.weight):
+                p.fill_(math.nan)
+                continue
+            own = matrix.of(self.vector.tensor)
+            own.mul_(self.weight).add_(matrix.of(self.left.tensor))
+            torch.mm(own, self.bases[name_of(matrix)], out=p.view(matrix.rows, -1))
+
+    def orthogonalize(self, sums: Sequence[torch.Tensor]) -> None:
+        """P ← orthonormal(P)."""
+        for matrix, p in zip(self.matrices, sums, strict=True):
+            if torch.isfinite(p).all():
+                self.found[matrix] = orthonormal(p.view(matrix.rows, -1))
+
+    def multiply_back(self, out: Sequence[torch.Tensor]) -> None:
+        """Q ← Xᵀ·P;  e ← X - P·Qᵀ."""
+        for matrix, q in zip(self.matrices, out, strict=True):
+            if matrix not in self.found:
+                q.fill_(math.nan)
+                continue
+            own, basis = matrix.of(self.vector.tensor), self.found[matrix]
+            mine = torch.mm(own.T, basis, out=q.view(matrix.columns, -1))
+            torch.addmm(own, basis, mine.T, alpha=-1, out=matrix.of(self.left.tensor))
+
+    def put_back(self, sums: Sequence[torch.Tensor]) -> None:
+        """M ← P·Qᵀ, of the summed Q, which is kept for the next round."""
+        for matrix, q in zip(self.matrices, sums, strict=True):
+            into = matrix.of(self.vector.tensor)
+            if matrix not in self.found:
+                into.fill_(math.nan)
+                continue
+            kept = self.bases[name_of(matrix)] = q.view(matrix.columns, -1).clone()
+            torch.mm(self.found[matrix], kept.T, out=into)
