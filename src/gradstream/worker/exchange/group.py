@@ -11,7 +11,7 @@ from hashlib import blake2b
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load, unsplit
 from gradstream.collectives.group import Group
-from gradstream.errors import ClosedError, InternalError, PeerLostError
+from gradstream.errors import ClosedError, InternalError, PeerLostError, UserCodeError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Storage, Work, awaited_later
 from gradstream.strategies.base import GroupStrategy
@@ -68,7 +68,7 @@ class GroupExchange(Exchange):
         self._attending: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """See `Exchange`: the worker of rank 0 makes the first parameters for all; or each reads a checkpoint.
+        """See `Exchange`: each worker makes the first parameters, or reads a checkpoint.
 
         A worker that has joined late gets them from the others.
         """
@@ -88,11 +88,27 @@ class GroupExchange(Exchange):
             if replica.setup.sharded:
                 await replica.group.all_gather()
         else:
-            if replica.setup.group.rank == 0:
-                await self._context.init(replica.parameters)
-            await replica.group.broadcast(replica.parameters)
+            await self._make_first()
             replica.version = 0
         return _nothing
+
+    async def _make_first(self) -> None:
+        """Fills the parameters with those of rank 0, which all workers make of the seed: sooner over a slow link.
+
+        Where a worker has made other ones, or could not make any, all receive those of rank 0; and where workers share
+        memory.
+        """
+        replica, group, digest = self.replica, self.replica.setup.group, (0, 0)
+        alone = replica.setup.sharded or group.shares_memory
+        if group.rank == 0 or not alone:
+            try:
+                await self._context.init(replica.parameters)
+                digest = (0, 0) if alone else await self._digest([replica.parameters])
+            except UserCodeError:
+                if group.rank == 0:
+                    raise
+        if alone or len(set(await replica.group.tell(*digest))) > 1:
+            await replica.group.broadcast(replica.parameters)
 
     @property
     def _first_version(self) -> int:
