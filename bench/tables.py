@@ -516,7 +516,7 @@ def _link_bytes() -> Places:
 
 SLOW_LINKS = {"slow-links": "100mbit, 0 ms", "slow-links-10mbit": "10mbit, 50 ms"}
 FAST_LINK = "10gbit, 0 ms"
-OTHERS = ("torch", "hivemind")
+PEERS = ("torch", "hivemind")
 """How the names of what is not gradstream begin."""
 
 TimesTo = dict[tuple[str, str], list[Record]]
@@ -543,7 +543,7 @@ def _times_to(rows: Mapping[str, Record], link: str) -> TimesTo:
 def _all_times(found: TimesTo) -> str:
     tasks, names = dict.fromkeys(task for task, _ in found), dict.fromkeys(name for _, name in found)
     cells = [[name, *(_time_to(found.get((task, name), [])) for task in tasks)] for name in names]
-    lines = sorted(cells, key=lambda line: line[0].startswith(OTHERS))
+    lines = sorted(cells, key=lambda line: line[0].startswith(PEERS))
     one = next(iter(found.values()))[0]
     state = (
         f"Seconds (MB sent by all machines; seeds, where there are several: it is their median), {where(one)}. "
@@ -555,28 +555,37 @@ def _all_times(found: TimesTo) -> str:
 def _best_times(by_link: Mapping[str, TimesTo]) -> str:
     """The quickest of ours and of the others, by link, and what is between them."""
     tasks = dict.fromkeys(task for task, _ in by_link[SLOW_LINKS["slow-links"]])
-
-    def best(link: str, task: str, *, others: bool) -> float:
-        times = [
-            _median_s(rows)
-            for (of, name), rows in by_link[link].items()
-            if of == task and name.startswith(OTHERS) is others
-        ]
-        return min(times, default=math.inf)
-
-    free = {task: best(FAST_LINK, task, others=False) for task in tasks}
-    lines = [["without a limit: gradstream", *(f"{free[task]:.0f} s" for task in tasks)]]
+    lines = [["without a limit: gradstream", *(_seconds(_best(by_link[FAST_LINK], task)) for task in tasks)]]
     for link in SLOW_LINKS.values():
         title = link.replace("mbit", " Mbit/s").replace(", 0 ms", "")
-        ours = {task: best(link, task, others=False) for task in tasks}
-        theirs = {task: best(link, task, others=True) for task in tasks}
+        free = {task: _best(by_link[FAST_LINK], task) for task in tasks}
+        ours = {task: _best(by_link[link], task) for task in tasks}
+        theirs = {task: _best(by_link[link], task, others=True) for task in tasks}
         lines += [
-            [f"{title}: gradstream", *(f"{ours[task]:.0f} s" for task in tasks)],
-            ["… over that without a limit", *(f"{ours[task] / free[task]:.2f}" for task in tasks)],
-            ["… best of the others", *(f"{theirs[task]:.0f} s" for task in tasks)],
-            ["… over gradstream", *(f"{theirs[task] / ours[task]:.1f}" for task in tasks)],
+            [f"{title}: gradstream", *(_seconds(ours[task]) for task in tasks)],
+            ["… over that without a limit", *(_ratio(ours[task], free[task], 2) for task in tasks)],
+            ["… best of the others", *(_seconds(theirs[task]) for task in tasks)],
+            ["… over gradstream", *(_ratio(theirs[task], ours[task], 1) for task in tasks)],
         ]
     return table(["", *(f"`{task}`" for task in tasks)], lines)
+
+
+def _best(found: TimesTo, task: str, *, others: bool = False) -> tuple[float, bool] | None:
+    """Seconds, and whether they are from a row that reached its goal; None without rows."""
+    rows = [rows for (of, name), rows in found.items() if of == task and name.startswith(PEERS) is others]
+    reached = [found for one in rows if not math.isinf(found := _median_s(one))]
+    cut = [max(row["limit_s"] for row in one) for one in rows]
+    return (min(reached), True) if reached else (min(cut), False) if cut else None
+
+
+def _seconds(best: tuple[float, bool] | None) -> str:
+    return "" if best is None else f"{'' if best[1] else '> '}{best[0]:.0f} s"
+
+
+def _ratio(above: tuple[float, bool] | None, below: tuple[float, bool] | None, digits: int) -> str:
+    if above is None or below is None:
+        return ""
+    return f"{'' if above[1] else '> '}{above[0] / below[0]:.{digits}f}"
 
 
 def _median_s(rows: list[Record]) -> float:
