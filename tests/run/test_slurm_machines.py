@@ -59,7 +59,8 @@ def test_a_job_that_is_preempted_goes_on_by_itself_and_ends_like_one_that_never_
     slurm.wait(in_slurm, LONGEST_S, lambda: slurm.state("2") == "COMPLETED")
     assert list((tmp_path / "runs" / "slurm-1" / "checkpoints").iterdir())
     (tmp_path / "hurry").touch()
-    slurm.ask("scontrol", "update", "JobId=1", "StartTime=now")  # Slurm waits two minutes after a requeue
+    # After a requeue Slurm waits two minutes. In the second in which it has revoked a credential it takes no other.
+    slurm.ask("scontrol", "update", "JobId=1", "StartTime=now+3")
     slurm.wait("../job-1.log", LONGEST_S, lambda: slurm.state("1") == "COMPLETED")
     assert slurm.ask("sbatch", "job.sbatch", cwd=tmp_path) == "Submitted batch job 3"
     slurm.wait("../job-3.log", LONGEST_S, lambda: slurm.state("3") == "COMPLETED")
