@@ -103,7 +103,7 @@ class WorkerRequests:
     async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> list[int]:
         """Asks how many samples each worker takes of each round, from the round of `ref` on.
 
-        The answer waits until all workers have asked.
+        The answer waits until all workers have asked, except inside of a window, where a new process asks alone.
 
         Args:
             ref: first minibatch of the round.

@@ -24,7 +24,7 @@ def collect(fleet: Fleet, run: Path) -> list[str]:
     """Brings what the first machine has in its run directory, and the log of each machine, into a local folder.
 
     The files of the job come too: what is done with the run later reads them. Checkpoints that the machine has no more
-    are removed here.
+    are removed here, if it has others.
 
     Returns:
         Why the logs of some machines are not there, a line for each.
@@ -37,7 +37,8 @@ def collect(fleet: Fleet, run: Path) -> list[str]:
     first, *_ = fleet.machines
     home = fleet.run_dir
     brought = _bring(first, fleet.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
-    for checkpoint in (run / FOLDER).glob("*"):
+    there = {name for name in brought if name.startswith(f"{FOLDER}/step-") or name == f"{FOLDER}/final"}
+    for checkpoint in (run / FOLDER).glob("*") if there else ():
         if checkpoint.is_dir() and f"{FOLDER}/{checkpoint.name}" not in brought:
             shutil.rmtree(checkpoint)
 
@@ -64,7 +65,7 @@ def take_back(fleet: Fleet, run: Path) -> None:
         HostError: it is not there in time, or the machine has no room for it.
     """
     first, *_ = fleet.machines
-    here = [path.name for path in run.iterdir() if path.name not in (HOSTS, LOGS, JOB)]
+    here = [f"./{path.name}" for path in run.iterdir() if path.name not in (HOSTS, LOGS, JOB)]
     with subprocess.Popen(["tar", "-cf", "-", "-C", run, *here], stdout=subprocess.PIPE) as archive:
         assert archive.stdout is not None
         script = f"umask 077; mkdir -p {fleet.run_dir} && tar -xf - -C {fleet.run_dir}"
