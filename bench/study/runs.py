@@ -93,10 +93,10 @@ def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
 
 
 def _length(method: Method, epochs: float) -> dict[str, int]:
-    """Epochs, or steps where they are not whole."""
+    """Epochs, or steps where they are not whole. A step is a round of `period` minibatches."""
     if epochs == int(epochs):
         return {"epochs": int(epochs)}
-    return {"steps": max(1, round(epochs * _steps(method)))}
+    return {"steps": max(1, round(epochs * _steps(method) / method.period))}
 
 
 def _every(scene: Scene, method: Method) -> int | Literal["epoch"]:
