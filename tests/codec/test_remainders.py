@@ -72,9 +72,9 @@ def test_a_stopped_run_ends_with_the_same_bits(kind: str, monkeypatch: pytest.Mo
     [
         ({"codec": "int8"}, ""),
         ({"codec": "int4"}, "is dropped: it was ErrorFeedback.* this run has ErrorFeedback"),
-        ({}, "this run has no such codec"),
+        ({}, "this run has nothing of that kind"),
         ({"codec": "int8", "strategy": gs.AllReduce()}, "is dropped: it was .* of Synchronous"),
-        ({"codec": "int8", "workers": 3}, "codecs of new workers begin with nothing left out: worker-2"),
+        ({"codec": "int8", "workers": 3}, "new workers begin with nothing left to send: worker-2"),
     ],
     ids=["same", "int4", "none", "allreduce", "workers"],
 )

@@ -14,10 +14,11 @@ from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError
+from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered, token_counts
 from gradstream.worker.local_steps import LocalSteps
 from whole_runs import same
 
@@ -28,6 +29,7 @@ LR, MOMENTUM = 2.0**-5, 0.5
 @pytest.mark.usefixtures("few_seeds")
 def test_it_obeys_the_laws() -> None:
     assert not check_strategy(gs.LocalSGD(every=3)).broken
+    assert not check_strategy(gs.LocalSGD(every=3, delay=2)).broken
 
 
 # ---- beside NumPy -----------------------------------------------------------------------------------
@@ -42,21 +44,29 @@ def reference(
     nu: float = 1.0,
     mu: float = 0.0,
     nesterov: bool = True,
+    delay: int = 0,
 ) -> Array:
     """Rounds of `every` steps of SGD with momentum on each worker, with an outer step after each."""
     plan = RoundPlan(data.num_samples, 4, workers, seed=3)
     features = np.asarray(data.batch(np.arange(1)).inputs).shape[1]
     w, v, velocities = np.zeros(features), np.zeros(features), np.zeros((workers, features))
+    unsent = np.zeros((workers, features))
     for first in range(0, rounds * every, every):
         ways = []
+        later = delay if first < (rounds - 1) * every else 0
         for rank in range(workers):
-            own = w.copy()
+            own = sent = w - unsent[rank]
             for at in range(first, first + every):
+                if at == first + every - later:
+                    sent = own
                 batch = data.batch(plan.ids(BatchRef(0, rank, at)))
                 x, y = np.asarray(batch.inputs), np.asarray(batch.targets)
                 velocities[rank] = MOMENTUM * velocities[rank] + (x @ own - y) @ x / len(x)
-                own -= LR * velocities[rank]
-            ways.append(w - own)
+                own = own - LR * velocities[rank]
+            if not later:
+                sent = own
+            ways.append(w - sent)
+            unsent[rank] = sent - own
         way = np.mean(ways, axis=0)
         v = mu * v + way
         w = w - nu * (way + mu * v if nesterov else v)
@@ -84,6 +94,47 @@ def test_it_is_the_papers(
         run.parameters["w"], reference(data, workers, every, rounds, **outer), rtol=1e-12, atol=1e-12
     )
     assert run.summary["servers"] == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("delay", [1, 2, 4])
+@pytest.mark.parametrize("outer", [{}, {"nu": 0.7, "mu": 0.9}])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_with_a_delay_the_last_steps_of_a_round_are_in_the_next_sum(
+    workers: int, delay: int, outer: dict[str, Any], reduction: Literal["mean", "sum"]
+) -> None:
+    model, data = least_squares(192, 20, whole=False, reduction=reduction)
+    rounds = 192 // (4 * workers * 4)
+    strategy = gs.LocalSGD(
+        every=4, delay=delay, outer_lr=outer.get("nu", 1.0), outer_momentum=outer.get("mu", 0.0)
+    )
+    run = gs.simulate(
+        model, data, strategy=strategy, workers=workers, batch_size=4, epochs=1, seed=3, chunk_elems=64,
+        optimizer=gs.optim.SGD(LR, momentum=MOMENTUM),
+    )  # fmt: skip
+    expected = reference(data, workers, 4, rounds, delay=delay, **outer)
+    assert np.allclose(run.parameters["w"], expected, rtol=1e-12, atol=1e-12)
+    assert workers == 1 or not np.allclose(expected, reference(data, workers, 4, rounds, **outer), rtol=1e-6)
+
+
+def test_with_a_delay_exchanges_take_no_time_while_workers_compute() -> None:
+    """A round of 4 minibatches takes as long as computing them, where an exchange takes as long as 3 of them."""
+    model, data = least_squares(640, 4096, whole=False, reduction="mean")
+    config = SimulationConfig(
+        costs={"gradient": Cost(per_sample_s=0.01)}, network=Network(bandwidth_bytes_s=4096 * 8 / 0.12)
+    )
+
+    def seconds(delay: int) -> float:
+        run = gs.simulate(
+            model, data, strategy=gs.LocalSGD(every=4, delay=delay), workers=2, batch_size=4, epochs=1,
+            config=config, optimizer=gs.optim.SGD(1e-4),
+        )  # fmt: skip
+        return float(run.summary["train_s"])
+
+    waiting, hidden = seconds(0), seconds(3)
+    computing = 640 / 2 * 0.01
+    assert waiting > 1.2 * computing
+    assert hidden < 0.3 * (waiting - computing) + computing
 
 
 def test_one_minibatch_a_round_is_an_allreduce_to_the_bit() -> None:
@@ -203,17 +254,39 @@ def test_every_sample_counts_once_whoever_dies(seed: int) -> None:
     check_exactly_once(run, NUM_SAMPLES, 4)
 
 
-def test_a_round_that_is_computed_again_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_with_a_delay_a_death_takes_no_more_than_what_its_worker_had_not_sent(seed: int) -> None:
+    """d minibatches: all others count once, those that are computed again too."""
+    model = Tokens(num_chunks=3)
+    model.reduction = "sum"
+    run = gs.simulate(
+        model, numbered(NUM_SAMPLES), strategy=gs.LocalSGD(every=2, delay=1, outer_lr=12.0),
+        optimizer=gs.optim.SGD(lr=1 / 2), workers=3, batch_size=2, epochs=4, chunk_elems=64, deadlines=QUICK,
+        config=UNSTEADY, seed=seed, script=kill_at(f"worker-{seed % 3}", 0.05 + 0.06 * seed),
+    )  # fmt: skip
+    counts = token_counts(run, NUM_SAMPLES)
+    assert (counts == counts[0]).all() and (counts <= 4).all()
+    assert (4 - counts[0]).sum() <= 1 * 2
+    assert run.summary["samples_accounted"] == 4 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_round_that_is_computed_again_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, delay: int
+) -> None:
     """Though Adam's moments went on meanwhile."""
     model, data = least_squares(48, 20, whole=False, reduction="mean")
     options: dict[str, Any] = {
-        "strategy": gs.LocalSGD(every=3), "workers": 2, "batch_size": 4, "epochs": 2, "optimizer": gs.optim.Adam(0.01),
+        "strategy": gs.LocalSGD(every=3, delay=delay), "workers": 2, "batch_size": 4, "epochs": 2,
+        "optimizer": gs.optim.Adam(0.01),
     }  # fmt: skip
     once, real = gs.simulate(model, data, **options), LocalSteps.compute
 
     def twice(self: LocalSteps, *arguments: Any) -> Any:
         parameters, gradient, _ = arguments
-        real(self, parameters, gradient, lambda elems: None)
+        result = real(self, parameters, gradient, lambda elems: None)
+        if gradient.later:
+            self.go_on(gradient, result)
         return real(self, *arguments)
 
     monkeypatch.setattr(LocalSteps, "compute", twice)
@@ -222,10 +295,11 @@ def test_a_round_that_is_computed_again_has_the_same_bits(monkeypatch: pytest.Mo
     assert not same(once, gs.simulate(model, data, **options))  # the check can fail
 
 
-def test_a_stopped_run_goes_on_with_the_same_bits() -> None:
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"delay": 2}])
+def test_a_stopped_run_goes_on_with_the_same_bits(options: dict[str, Any]) -> None:
     model, data = least_squares(96, 20, whole=False, reduction="mean")
-    options: dict[str, Any] = {
-        "strategy": gs.LocalSGD(every=2, outer_lr=0.7, outer_momentum=0.9), "workers": 2, "batch_size": 4,
+    options = {
+        "strategy": gs.LocalSGD(every=2, outer_lr=0.7, outer_momentum=0.9, **options), "workers": 2, "batch_size": 4,
         "epochs": 3, "optimizer": gs.optim.SGD(0.01),
     }  # fmt: skip
     whole, stops = gs.simulate(model, data, **options), 0
@@ -252,6 +326,21 @@ def test_post_local_sgd_is_two_phases() -> None:
     batch = data.batch(np.arange(96))
     best = np.linalg.lstsq(np.asarray(batch.inputs), np.asarray(batch.targets), rcond=None)[0]
     assert abs(run.parameters["w"] - best).max() < 0.15
+
+
+@pytest.mark.parametrize("place", range(0, 48, 7))
+def test_with_a_delay_a_gradient_that_is_not_finite_leaves_a_round_out(place: int) -> None:
+    """Its own, or the next one if it is among the last minibatches of a round."""
+    model, data = least_squares(96, 20, whole=False, reduction="mean")
+    batch = data.batch(np.arange(96))
+    spoilt = np.array(batch.inputs)
+    spoilt[place] = np.inf
+    run = gs.simulate(
+        model, (spoilt, np.asarray(batch.targets)), strategy=gs.LocalSGD(every=3, delay=2), workers=2, batch_size=4,
+        epochs=3, optimizer=gs.optim.SGD(0.01),
+    )  # fmt: skip
+    assert np.isfinite(run.parameters["w"]).all()
+    assert run.summary["samples_dropped"] == 3 * 2 * 12
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_round_out() -> None:
@@ -286,6 +375,8 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
         ({"every": 0}, "at least 1"),
         ({"outer_lr": gs.schedules.Cosine(1.0)}, "expected a number"),
         ({"outer_momentum": 1.5}, "outer_momentum=1.5"),
+        ({"delay": -1}, "at least 0"),
+        ({"every": 3, "delay": 4}, "a delay of at most 3 minibatches"),
     ],
 )
 def test_options_out_of_their_range_are_refused(options: dict[str, Any], says: str) -> None:

@@ -112,7 +112,7 @@ class Manifest:
         rule: class of the update rule whose state vectors these are: of the shards, or of the workers of a group.
         phase: the phase of the job.
         predictors: names the predictors of parts that train apart, as `SyntheticGradients.of_parts` does; "" for none.
-        remainders: names the codec that keeps something on each worker, as `RunPlan.remainders` does; "" for none.
+        remainders: names what each worker had not sent yet, as `RunPlan.remainders` does; "" for nothing.
         replicas: names strategy and rule of workers that have parameters of their own, as `RunPlan.replicas` does; ""
             for none. The model of the checkpoint is the mean of theirs.
     """

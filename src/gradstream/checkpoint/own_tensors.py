@@ -1,7 +1,7 @@
 """Tensors that one process has of its own, in checkpoints: a file for each process.
 
     predictors   of parts that train apart
-    remainders   what a codec keeps on a worker from one push to the next
+    remainders   what a worker has not sent yet: its codec has left it out, or its exchange had begun before
     replica      all of a worker that has parameters of its own, which no other worker and no shard has
 
 No shard has them. The coordinator calls the method of this

@@ -16,10 +16,10 @@ def begins_anew(plan: RunPlan) -> str:
 def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
     new = ", ".join(name for name in map(worker_name, range(plan.workers)) if name not in resume.steps)
     if resume.remainders and plan.remainders != resume.remainders:
-        now = f"this run has {plan.remainders or 'no such codec'}"
-        yield f"what a codec had left out of earlier pushes is dropped: it was {resume.remainders}; {now}"
+        now = f"this run has {plan.remainders or 'nothing of that kind'}"
+        yield f"what workers had not sent yet is dropped: it was {resume.remainders}; {now}"
     elif resume.remainders and new:
-        yield f"codecs of new workers begin with nothing left out: {new}"
+        yield f"new workers begin with nothing left to send: {new}"
     if resume.replicas and plan.replicas != resume.replicas:
         now = plan.replicas or f"this run has {type(plan.strategy).__name__}"
         yield f"workers begin with the mean of all: the checkpoint has {resume.replicas} on each; {now}"

@@ -150,9 +150,13 @@ class RunPlan:
 
     @property
     def remainders(self) -> str:
-        """Names the codec that keeps something on each worker from one push to the next, and of what; else ""."""
+        """Names what each worker keeps that it has not sent yet: by which codec, or while it computes; else ""."""
         keeps = isinstance(self.codec, PowerSGD) or (self.codec is not None and bool(self.codec.state_names))
-        return f"{self.codec} of {type(self.strategy).__name__}, {self.parts} parts" if keeps else ""
+        delayed = isinstance(self.strategy, GroupStrategy) and self.strategy.delay > 0
+        if not (keeps or delayed):
+            return ""
+        who = f"{type(self.strategy).__name__}{' with delay' if delayed else ''}"
+        return f"{self.codec if keeps else 'no codec'} of {who}, {self.parts} parts"
 
     @property
     def replicas(self) -> str:

@@ -256,6 +256,11 @@ class GroupStrategy(Strategy):
         """H, minibatches of a round, each of which is a step of the worker's own if there is an outer optimizer."""
         return 1
 
+    @property
+    def delay(self) -> int:
+        """Number of a round's last minibatches that a worker computes while what came before them is exchanged."""
+        return 0
+
     def outer_rule(self) -> Optimizer | None:
         """The rule of rounds whose gradients are the ways w - w_i that workers have come by the run's own optimizer.
 

@@ -13,6 +13,17 @@ A round is a step of the run: `steps`, schedules and `evaluate_every` count roun
 rate of the inner optimizer, which is the run's, is the same within a round. Its state (Adam's moments, say) stays with
 each worker, and is in no checkpoint. v is, and all workers have the same.
 
+With `delay` = d the exchange is hidden behind the last d minibatches of the round (DaSGD). Δ_i is then how far the worker
+has come without them; u_i, how far they have led it, is in the Δ_i of its next round, which begins from w - u_i:
+
+    w_i ← w - u_i;   H - d minibatches;   Δ_i ← w - w_i;   w_i' ← w_i
+    allreduce of the Δ_i   ║   d minibatches on w_i;   u_i ← w_i' - w_i
+
+So every step of every worker is in the sum of exactly one round. The last round has d = 0, so the final model has them
+all; w, which evaluations in between see, is without the last d minibatches of each worker. d = H hides most: then round
+r exchanges what round r - 1 has computed, and the first one zeros. Checkpoints have the u_i. A worker that is lost takes
+its own along; one that stands in for it waits for its exchanges (d = 0).
+
 Bytes a round and worker: those of an allreduce of the parameters, 2(W - 1)/W · 4N in a ring; with a codec (W - 1) times
 those of the encoded Δ_i. All workers wait for the slowest once a round. A death or a newcomer is met as under
 allreduce: the round begins anew, from w, and another worker computes the part of the lost one until a new process takes
@@ -20,7 +31,8 @@ its place.
 
 References: Stich, "Local SGD converges fast and communicates little", 2019; Lin, Stich, Patel, Jaggi, "Don't use large
 mini-batches, use local SGD", 2020 (post-local); Douillard and others, "DiLoCo", 2023; Wang, Tantia, Ballas, Rabbat,
-"SlowMo", 2020.
+"SlowMo", 2020; Zhou and others, "DaSGD: squeezing SGD parallelization performance in distributed training using delayed
+averaging", 2020 (arXiv 2006.00441).
 """
 
 from __future__ import annotations
@@ -30,6 +42,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradstream.data.base import Partitioning
+from gradstream.errors import ConfigError
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import GroupWorker
@@ -47,6 +60,8 @@ class LocalSGD(GroupStrategy):
         outer_lr: ν, learning rate of the outer steps, > 0.
         outer_momentum: μ, share of the outer velocity that each step keeps, in [0, 1).
         nesterov: True is Nesterov's outer momentum, False the plain one, as in SlowMo; without effect at μ = 0.
+        delay: d, minibatches that a worker goes on with while an exchange is under way, 0 to `every`. Worth its two
+            further vectors of memory where an exchange takes as long as a few minibatches.
 
     Example:
         >>> strategy = gs.LocalSGD(every=4)
@@ -59,14 +74,21 @@ class LocalSGD(GroupStrategy):
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = True
+    delay: int = 0
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = True
-    plain: ClassVar[Mapping[str, object] | None] = {"every": 1}
+    plain: ClassVar[Mapping[str, object] | None] = {"every": 1, "delay": 0}
 
     def __post_init__(self) -> None:
         check_count("LocalSGD", "every", self.every, "minibatches")
         check_flag("LocalSGD", "nesterov", self.nesterov)
+        check_count("LocalSGD", "delay", self.delay, "minibatches", least=0)
+        if self.delay > self.every:
+            raise ConfigError(
+                f"LocalSGD(every={self.every}, delay={self.delay}): expected a delay of at most {self.every} "
+                "minibatches, since a round has no more"
+            )
         self.outer_rule()  # raises
 
     @property
@@ -88,7 +110,11 @@ class LocalSGD(GroupStrategy):
         return outer_sgd("LocalSGD", self.outer_lr, self.outer_momentum, nesterov=self.nesterov)
 
     async def train(self, worker: GroupWorker) -> None:
-        """Each round computes on version r, and leaves all workers with version r+1."""
+        """Each round computes on version r, and leaves all workers with version r+1.
+
+        `gradient_soon` trains on all minibatches but the last `delay`, and goes on with these by itself; `update`
+        waits for them.
+        """
         group = worker.group
         async for batch in worker.batches():
             way = worker.gradient_soon(batch)

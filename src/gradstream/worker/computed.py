@@ -72,6 +72,10 @@ class ComputedGradient:
         sums: (E,) to sum up parts of the minibatch in; needed where there are several.
         ready: number of elements from the front that are final.
         task: computes it; None if there are no samples.
+        later: number of the last parts of the batch that are not in this gradient: the worker trains on them while
+            it is exchanged; see `LocalSteps`.
+        later_samples: number of their samples.
+        rest: trains on them, from the moment when this gradient is complete; None where there are none.
         on_known: called by `know` and by `refuse`.
         factors: take the sufficient factors of some layers, in place of their part of the vector; not for a
             minibatch in parts, nor for a mean.
@@ -88,6 +92,9 @@ class ComputedGradient:
     sums: Vector | None = None
     ready: ComputeProgress = field(default_factory=ComputeProgress)
     task: asyncio.Task[Result] | None = None
+    later: int = 0
+    later_samples: int = 0
+    rest: asyncio.Task[None] | None = None
     on_known: Callable[[], None] | None = None
     factors: FactorPairs | None = None
     rows: RowGradient | None = None
@@ -102,6 +109,12 @@ class ComputedGradient:
         """See `strategies.api.Gradient`."""
         if self.task is not None:
             await asyncio.shield(self.task)
+
+    async def over(self) -> None:
+        """Returns when nothing is computed any more of its batch; raises the error of that."""
+        await self.done()
+        if self.rest is not None:
+            await asyncio.shield(self.rest)
 
     def know(self, samples: int, lr: float) -> None:
         """Fills in size and rate, which nobody knew when the gradient was asked for; nothing of it is ready yet."""

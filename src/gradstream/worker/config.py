@@ -93,7 +93,7 @@ class WorkerConfig:
         gradients_only: whether only gradients are exchanged; then the loop's own optimizer makes each step.
         stands_in: the workers compute the parts of lost ones in each round.
         restores_state: the rule's state in the checkpoint is that of `update_rule`; else the state begins anew.
-        remainders: names what the codec keeps, as `RunPlan.remainders` does; "" if nothing.
+        remainders: names what workers keep that they have not sent, as `RunPlan.remainders` does; "" if nothing.
         replicas: names what a checkpoint has of each worker, as `RunPlan.replicas` does; "" if nothing.
         leaves_out: rounds go on without a lost worker.
         renumbered: version of the checkpoint's parameters, where another strategy has counted them; else None.

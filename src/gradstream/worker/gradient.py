@@ -122,7 +122,12 @@ async def differentiate(
     vector = gradient.vector
     return await runtime.compute(
         lambda report: source.compute(parameters.tensor, gradient, report),
-        work=Work("gradient", samples=gradient.samples, elems=len(vector), elsewhere=source.elsewhere),
+        work=Work(
+            "gradient",
+            samples=gradient.samples - gradient.later_samples,
+            elems=len(vector),
+            elsewhere=source.elsewhere,
+        ),
         reads=[parameters.all],
         writes=[vector.all],
         milestones=source.milestones(gradient),

@@ -117,6 +117,20 @@ class Schedule:
             limits.append(self.steps * self.plan.per_step if self.plan.batches_per_epoch(rank) else 0)
         return min(limits)
 
+    def goes_on_after(self, number: int) -> bool:
+        """Whether this worker has samples after its minibatch of this number, from 0."""
+        later = (self.plan.nth(self.rank, one) for one in range(number + 1, self.num_batches))
+        return any(self.plan.size(ref) != 0 for ref in later)
+
+    def at_end(self, batch: SampleBatch, most: int) -> tuple[int, int]:
+        """The number of the last parts of a minibatch, at most so many, and of their samples."""
+        if batch.samples is not None:
+            sizes = [part.num_samples for part in batch.samples[-most:]]
+        else:
+            plan = unjoined(self.plan)
+            sizes = [plan.likely_size(part) for part in parts_of(self.plan, batch.ref)[-most:]]
+        return len(sizes), sum(sizes)
+
     def position(self, ref: BatchRef) -> Position:
         """The place of a minibatch in the run, in steps of each worker, whichever worker computes it.
 

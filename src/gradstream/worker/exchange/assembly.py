@@ -36,11 +36,11 @@ from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.peers import PeerExchange
-from gradstream.worker.exchange.remainders import Remainders
+from gradstream.worker.exchange.remainders import Remainders, codec_state
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
-from gradstream.worker.local_steps import LocalParameters, LocalSteps
+from gradstream.worker.local_steps import UNSENT, LocalParameters, LocalSteps
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartPlace
@@ -102,8 +102,10 @@ class Assembly:
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
         config, context = self._config, self._context
-        if config.codec is not None:
-            self._remainders = Remainders(context.runtime, config.model.layout, config.codec)
+        delay = isinstance(config.strategy, GroupStrategy) and config.strategy.delay
+        names = [*codec_state(config.codec), *([UNSENT] if delay else ())]
+        if config.codec is not None or delay:
+            self._remainders = Remainders(context.runtime, config.model.layout, names)
             self._remainders.serve(context.endpoint)
             resume = context.resume
             if resume is not None and resume.remainders == config.remainders != "" and not context.late:
@@ -177,7 +179,7 @@ class Assembly:
             strategy,
             forming,
             partial(self._group_setup, strategy),
-            partial(GroupReplica, self._replica_context(), first, whole=forming.whole),
+            partial(GroupReplica, self._replica_context(), first, whole=forming.whole, delay=strategy.delay),
             (config.model.layout.elems, config.chunk_elems),
             None if config.split is None else part_map_of(context.member.notice.model, config.split.part),
         )
@@ -248,7 +250,8 @@ class Assembly:
         if kept is None or config.codec is None or isinstance(config.codec, PowerSGD):
             return None
         dtype, seed = config.model.layout.dtype, f"{config.seed}/{runtime.node}"
-        return CodedSums(runtime, group, buckets.bounds, config.codec, dtype, seed, kept.vectors)
+        state = {name: kept.vectors[name] for name in config.codec.state_names}
+        return CodedSums(runtime, group, buckets.bounds, config.codec, dtype, seed, state)
 
     def _noise(self, group: Group) -> NoiseMeter:
         parts = 1 if self._config.split is None else self._config.split.parts
@@ -411,6 +414,8 @@ class Assembly:
                 )
             steps = LocalParameters if isinstance(config.strategy, PeerStrategy) else LocalSteps
             make = partial(steps, memory=self._context.runtime.memory, rule=config.inner_rule)
+            if rank == config.rank and self._remainders is not None:
+                make = partial(make, unsent=self._remainders.vectors.get(UNSENT))
         made = make(
             config.model,
             feed_of(config.data, unjoined(schedule.plan), rank, config.seed),

@@ -1,8 +1,12 @@
-"""`Remainders`: what a codec keeps on a worker between two pushes or rounds, in memory and in checkpoints."""
+"""`Remainders`: what a worker has not sent yet, in memory and in checkpoints.
+
+What its codec keeps between two pushes or rounds; and how far it has come since the exchange of its round began, where
+it computes meanwhile (`GroupStrategy.delay`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,22 +23,28 @@ from gradstream.transport.base import Endpoint
 from gradstream.untrusted import say
 
 
+def codec_state(codec: Codec | PowerSGD | None) -> Sequence[str]:
+    """Names of the vectors that a codec keeps."""
+    if codec is None:
+        return ()
+    return ("residual",) if isinstance(codec, PowerSGD) else codec.state_names
+
+
 class Remainders:
-    """Holds the state of one worker's codec. It is zero at first.
+    """Holds vectors of one worker. They are zero at first.
 
     Args:
         runtime: of the worker's node.
         layout: of the parameters that the worker exchanges.
-        codec: the codec.
+        names: of the vectors.
 
     Attributes:
         vectors: by name, each as long as the parameters.
         bases: further tensors, by name: see `LowRankSums`.
     """
 
-    def __init__(self, runtime: Runtime, layout: Layout, codec: Codec | PowerSGD) -> None:
+    def __init__(self, runtime: Runtime, layout: Layout, names: Sequence[str]) -> None:
         self._runtime = runtime
-        names = ("residual",) if isinstance(codec, PowerSGD) else codec.state_names
         allocate = partial(runtime.memory.allocate, layout.elems, layout.dtype)
         self.vectors: Mapping[str, Vector] = {name: allocate(name) for name in names}
         self.bases: dict[str, torch.Tensor] = {}
@@ -59,15 +69,15 @@ class Remainders:
         found = await runtime.beside(read, work=Work("restore"))
         if found is None:
             say(
-                f"{node}: its codec begins with nothing left out; {resume.folder} on this machine has no file of it"
+                f"{node} begins with nothing left to send; {resume.folder} on this machine has no file of that"
             )
             return
         expected = {name: vector.tensor for name, vector in self.vectors.items()}
         form = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()}
         if form != {name: (found[name].shape, found[name].dtype) for name in form if name in found}:
             raise DataError(
-                f"{node}: the remainders in {resume.folder} do not fit this model and codec; resume from another "
-                "checkpoint, or leave codec out"
+                f"{node}: the remainders in {resume.folder} do not fit this model, codec and strategy; resume from "
+                "another checkpoint, or leave codec and delay out"
             )
         for name, tensor in found.items():
             if name in expected:

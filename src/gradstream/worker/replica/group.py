@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from gradstream.memory import Vector
+from gradstream.runtime.base import Work, awaited_later
+from gradstream.strategies import api
 from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import WaitAttribution
-from gradstream.worker.computed import ComputedGradient, SampleBatch
+from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
+from gradstream.worker.local_steps import LocalSteps
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.group_peers import GroupPeers
 from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
+from gradstream.worker.schedule import Schedule
 
 
 class GroupReplica(Replica):
@@ -26,6 +31,7 @@ class GroupReplica(Replica):
         setup: the group, and how it exchanges.
         on_transfer: see `GroupMeter`.
         whole: returns when all processes of this replica have the sums of a round; raises where one has lost its group.
+        delay: see `GroupStrategy.delay`.
 
     Attributes:
         setup: see above.
@@ -39,9 +45,12 @@ class GroupReplica(Replica):
         setup: GroupSetup,
         on_transfer: Callable[[Transfer], None],
         whole: Callable[[], Awaitable[None]],
+        delay: int = 0,
     ) -> None:
         attribution = WaitAttribution()
         self.whole = whole
+        self._delay = delay
+        self._local = context.gradients if isinstance(context.gradients, LocalSteps) else None
         super().__init__(context, setup.group.allocate, attribution, setup.parameters)
         self.meter = GroupMeter(context.runtime, attribution, on_transfer)
         self._latest: ComputedGradient | None = None
@@ -64,7 +73,7 @@ class GroupReplica(Replica):
     async def at_rest(self) -> None:
         """Returns when nothing is computed any more in the round that was given up. Raises what its gradient raises."""
         if self._latest is not None:
-            await self._latest.done()
+            await self._latest.over()
 
     def give_up(self) -> list[Vector]:
         """Gives up the round that this worker is in. Returns the vectors as of the last whole round."""
@@ -126,7 +135,33 @@ class GroupReplica(Replica):
             workers = None if mean else self._context.schedule.round_of(batch.ref)
             sizes = None if workers is None else [samples for samples, _ in workers]
             gradient.factors = self.setup.factors.begin(sizes)
+        if self._local is not None and self._delay and self.setup.joint is None:
+            schedule, number = self._context.schedule, self.step - self._context.first_step
+            assert isinstance(schedule, Schedule)
+            if schedule.goes_on_after(number):
+                gradient.later, gradient.later_samples = schedule.at_end(batch, self._delay)
         return gradient
+
+    def _start(self, batch: api.Minibatch, *, mean: bool) -> ComputedGradient:
+        gradient = super()._start(batch, mean=mean)
+        if gradient.task is not None and gradient.later:
+            work = self._go_on(gradient, gradient.task)
+            name = f"worker-{self.rank}-goes-on-{self.step}"
+            gradient.rest = awaited_later(self._runtime.spawn(work, name=name))
+        return gradient
+
+    async def _go_on(self, gradient: ComputedGradient, before: Awaitable[Result]) -> None:
+        """Trains on the last minibatches of a step, while what came before them is exchanged."""
+        result, local = await asyncio.shield(before), self._local
+        if result.refused or local is None:
+            return
+        begun_ns = self._runtime.now()
+        whole = await self._runtime.compute(
+            lambda _: local.go_on(gradient, result),
+            work=Work("gradient", samples=gradient.later_samples, elems=len(gradient.vector)),
+            shape_only=result,
+        )
+        self._meter.computed(begun_ns, whole)
 
     def in_model(self, gradient: ComputedGradient) -> None:
         """The round of this gradient is over."""

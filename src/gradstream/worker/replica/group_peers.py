@@ -289,7 +289,7 @@ class GroupPeers:
     async def update(self, gradient: api.Gradient) -> None:
         """See `strategies.api.Peers`."""
         assert isinstance(gradient, ComputedGradient)
-        await gradient.done()
+        await gradient.over()
         await self._replica.whole()
         if self._round.sums:
             await self._apply()
