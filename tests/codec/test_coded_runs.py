@@ -213,13 +213,13 @@ def test_bytes_of_a_group_are_counted() -> None:
         return float(three - one) / 4
 
     whole_s = round_s(None)
-    for codec, share in {"int4": 3 * (1 / 2 + 4 / 256), "top-k": 3 * 8 / 100}.items():
+    for codec, share in {"int4": 2 * 3 / 4 * (1 / 2 + 4 / 256), "top-k": 3 * 8 / 100}.items():
         assert round_s(codec) / whole_s == pytest.approx(share / (2 * 3 / 4 * 4), rel=0.1)
 
 
 def test_a_codec_that_would_send_more_than_a_ring_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"where a ring sends .*; take a smaller codec"):
-        linear(strategy="allreduce", workers=4, codec="bfloat16")
+        linear(strategy="allreduce", workers=4, codec=C.ErrorFeedback(C.TopK(density=0.3)))
 
 
 def test_a_gradient_that_is_not_finite_leaves_a_round_out_and_spoils_no_remainder() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.codec import named
-from gradstream.coordinator.links import Links
+from gradstream.coordinator.links import Advice, Links
 from gradstream.report.links import links_of
 
 MB = Links(
@@ -21,26 +21,34 @@ MB = Links(
 )  # 100 Mbit/s
 
 
-def test_seconds_are_those_of_a_ring_and_of_gathered_vectors() -> None:
+def test_seconds_are_those_of_a_ring_of_numbers_or_of_encoded_slices() -> None:
     assert MB.sum_s == pytest.approx(6e-3 + 1.5 * 40e6 * 8e-8)
     encoded = named.int8().encoded_bytes(10_000_000)
-    assert MB.gathered_s("int8") == pytest.approx(3e-3 + 3 * encoded * 8e-8)
+    assert MB.encoded_s("int8") == pytest.approx(6e-3 + 1.5 * encoded * 8e-8)
+    assert dataclasses.replace(MB, workers=2).encoded_s("int8") == pytest.approx(1e-3 + encoded * 8e-8)
 
 
 def test_the_first_way_that_is_quick_enough_is_taken() -> None:
-    by_speed = {
-        mbit: dataclasses.replace(MB, beta_s_byte=8 / 1e6 / mbit).advice()[:2]
-        for mbit in (10, 100, 1000, 2000)
-    }
-    assert by_speed == {10: (338, "one-bit"), 100: (35, "one-bit"), 1000: (13, "float4"), 2000: (13, "int8")}
-    assert dataclasses.replace(MB, compute_s=3.0).advice() == (17, None, MB.sum_s)
-    assert dataclasses.replace(MB, compute_s=1e-6).advice()[0] == 500
+    speeds = [dataclasses.replace(MB, beta_s_byte=8 / 1e6 / mbit).advice() for mbit in (10, 100, 500, 1000)]
+    assert [(one.every, one.delay, one.codec) for one in speeds] == [
+        (68, 17, "one-bit"),
+        (8, 2, "one-bit"),
+        (11, 2, "int8"),
+        (20, 5, None),
+    ]
+    assert dataclasses.replace(MB, compute_s=3.0).advice() == Advice(
+        7, 1, None, MB.sum_s, (MB.sum_s - 3.0) / 7
+    )
+    far = dataclasses.replace(MB, compute_s=1e-6).advice()
+    assert (far.every, far.delay) == (500, 125) and far.wait_s == pytest.approx(
+        far.exchange_s / 500, rel=1e-3
+    )
 
 
-def test_a_codec_that_would_send_more_than_a_sum_is_not_advised() -> None:
-    many = dataclasses.replace(MB, workers=100)
-    assert {many.gathered_s(codec) for codec in ("int8", "float4", "one-bit")} == {float("inf")}
-    assert many.advice()[1] is None
+def test_no_codec_is_advised_where_all_would_be_refused() -> None:
+    double = dataclasses.replace(MB, itemsize=8)
+    assert {double.encoded_s(codec) for codec in ("int8", "float4", "one-bit")} == {float("inf")}
+    assert double.advice()[1] is None
 
 
 def mlp() -> nn.Module:
@@ -80,13 +88,19 @@ def test_a_simulated_run_that_follows_the_advice_is_as_quick_as_it_says() -> Non
     assert links is not None
     assert links.wait_s == pytest.approx(links.sum_s, rel=0.25)
     assert seconds_a_minibatch(slow) == pytest.approx(links.compute_s + links.wait_s, rel=0.1)
-    every, codec, exchange_s = links.advice()
-    followed = run_of(100, gs.strategies.LocalSGD(every=every), codec)
-    expected_s = links.compute_s + exchange_s / every
+    advice = links.advice()
+    assert advice.delay
+    followed = run_of(100, gs.strategies.LocalSGD(every=advice.every, delay=advice.delay), advice.codec)
+    expected_s = links.compute_s + advice.wait_s
     assert seconds_a_minibatch(followed) == pytest.approx(expected_s, rel=0.1)
+    at_once = run_of(100, gs.strategies.LocalSGD(every=advice.every), advice.codec)
+    waits_s = links.compute_s + advice.exchange_s / advice.every
+    assert seconds_a_minibatch(at_once) == pytest.approx(waits_s, rel=0.1)
     assert seconds_a_minibatch(slow) > 2 * expected_s
     rows = dict(figures(slow.summary))
-    assert codec is None and f"--strategy local-sgd --set strategy.every={every} would wait" in rows["links"]
+    assert (
+        f"{advice.options} would wait" in rows["links"] and f"strategy.delay={advice.delay}" in advice.options
+    )
     rows = dict(figures(followed.summary))
     assert not rows.get("links")
     assert rows["samples"].endswith("rounds of a worker each")

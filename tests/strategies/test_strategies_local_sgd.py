@@ -225,10 +225,10 @@ def test_bytes_are_those_of_one_allreduce_a_round() -> None:
 
 
 def test_a_codec_makes_them_fewer_and_it_learns() -> None:
-    model, data = least_squares(128, 600, whole=False, reduction="mean", dtype="float32")
+    model, data = least_squares(128, 2400, whole=False, reduction="mean", dtype="float32")
     options: dict[str, Any] = {
         "strategy": gs.LocalSGD(every=4, outer_lr=0.7, outer_momentum=0.5), "workers": 4, "batch_size": 4,
-        "epochs": 12, "optimizer": gs.optim.SGD(0.003),
+        "epochs": 12, "optimizer": gs.optim.SGD(0.001),
     }  # fmt: skip
     plain, coded = gs.simulate(model, data, **options), gs.simulate(model, data, **options, codec="float4")
     assert (

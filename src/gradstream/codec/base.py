@@ -24,6 +24,8 @@ class Codec(Protocol):
         linear: encoded tensors of equal seed have the same elements in the same scale, so that an allreduce may sum
             them as they are. Those of other codecs are gathered, and each is decoded by itself.
         unbiased: the mean over all seeds of what is decoded is the tensor itself.
+        dense: it has a code for each element, so that a sum of what is decoded can be encoded again. Codecs of your own
+            that do not say so count as others.
         state_names: vectors that the sender keeps from one tensor to the next, zero at the start, each as long as the
             tensor. `encode` changes them.
     """

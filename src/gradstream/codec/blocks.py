@@ -50,6 +50,7 @@ class Blocks:
     """
 
     linear: ClassVar[bool] = False
+    dense: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 

@@ -38,6 +38,7 @@ class Cast:
     """
 
     linear: ClassVar[bool] = True
+    dense: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 

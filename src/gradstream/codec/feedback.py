@@ -69,6 +69,11 @@ class ErrorFeedback:
             raise ConfigError(f"ErrorFeedback: decay is {self.decay!r}; expected a number in [0, 1]")
 
     @property
+    def dense(self) -> bool:
+        """See `Codec`."""
+        return bool(getattr(self.codec, "dense", False))
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """The remainder, e."""
         return (RESIDUAL,)

@@ -39,6 +39,7 @@ class Sign:
     """
 
     linear: ClassVar[bool] = False
+    dense: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -147,4 +147,20 @@ class Group(Protocol):
 
     async def close(self) -> None:
         """Leaves the group and releases what it holds. Ranks that wait for this one fail. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SwappingGroup(Group, Protocol):
+    """A group of processes that send each other messages: they can also send each one something else."""
+
+    async def all_to_all(self, span: Span) -> None:
+        """Sends slice s of the span to rank s, and puts the slice that rank s has for this one into its place.
+
+        Args:
+            span: its `slice_of` slices have the same length for all ranks.
+
+        Raises:
+            PeerLostError, DeadlineError: names a rank; the group is broken.
+        """
         ...

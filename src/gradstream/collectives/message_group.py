@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
+from gradstream.collectives.algorithms.all_to_all import all_to_all
 from gradstream.collectives.autotune import Choice, MeasuredCosts, measure
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
@@ -100,6 +101,10 @@ class MessageGroup:
     async def all_gather(self, span: Span) -> None:
         """See `Group.all_gather`."""
         await self._carry_out(f"all_gather by {self._parts(span)}", self._parts(span), span)
+
+    async def all_to_all(self, span: Span) -> None:
+        """See `SwappingGroup`."""
+        await self._carry_out("all_to_all", "", span)
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
         """See `Group.broadcast`."""
@@ -226,6 +231,11 @@ class HierarchicalGroup:
         async with self._lock:
             await self._whole.all_gather(span)
 
+    async def all_to_all(self, span: Span) -> None:
+        """See `SwappingGroup`."""
+        async with self._lock:
+            await self._whole.all_to_all(span)
+
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
         """See `Group.broadcast`."""
         async with self._lock:
@@ -264,6 +274,8 @@ def _schedule(
         return binomial_tree.broadcast(rank, size, elems, int(how))
     if verb != "allreduce":
         cuts = [slice_of(elems, owner, size)[0] for owner in range(size)] + [elems]
+        if verb == "all_to_all":
+            return all_to_all(rank, cuts)
         return (PARTS[how].all_gather if verb == "all_gather" else PARTS[how].reduce_scatter)(rank, cuts)
     if how == "hierarchical":
         return hierarchical.allreduce(rank, hosts, elems)

@@ -29,15 +29,17 @@ class Chosen:
         every: minibatches between two exchanges; 1 is allreduce after each, more is local SGD.
         codec: name of its codec; None for none.
         why: the reason, a sentence for the user.
+        delay: minibatches of each period that are computed during its exchange.
     """
 
     every: int = 1
     codec: str | None = None
     why: str = ""
+    delay: int = 0
 
     def as_json(self) -> str:
         """For `of_json`."""
-        return json.dumps([self.every, self.codec, self.why])
+        return json.dumps([self.every, self.codec, self.why, self.delay])
 
     @classmethod
     def of_json(cls, text: str) -> Chosen:
@@ -87,10 +89,11 @@ class LinkChoice:
             measured = f"{computing}, and {in_words(links.sum_s)} for a sum"
         if links.is_quick:
             return Chosen(why=f"{measured}, at {links.speed}: allreduce after each is quick enough")
-        every, codec, seconds = links.advice()
-        how = f"every {every} minibatches{'' if codec is None else f' with {codec}'}"
-        why = f"{measured}, at {links.speed}: local SGD {how} waits {in_words(seconds / every)} for each"
-        return Chosen(every, codec, why)
+        advice = links.advice()
+        how = f"every {advice.every} minibatches{'' if advice.codec is None else f' with {advice.codec}'}"
+        behind = f", exchanged behind {advice.delay} of them," if advice.delay else ""
+        why = f"{measured}, at {links.speed}: local SGD {how}{behind} waits {advice.waits} for each"
+        return Chosen(advice.every, advice.codec, why, advice.delay)
 
     def _links(self, elems: int, itemsize: int) -> Links:
         compute_s, wait_s = max(

@@ -6,12 +6,13 @@ The group has measured what a message costs, α + n·β seconds for n bytes, and
 computed: c seconds on the slowest worker. For W workers and a gradient of n bytes, C of them encoded, an exchange takes
 
     summed          2(W - 1)·(α + n·β/W)        a ring
-    gathered        (W - 1)·(α + C·β)           a sum of encoded vectors is no encoded vector, so each gets those of all
+    encoded         2(W - 1)·(α + C·β/W)        slices are encoded, summed, and encoded again; for W = 2 (α + C·β)
 
-Workers that wait less than a quarter of c need no advice. For others it is local SGD of the shortest period H at which
-an exchange takes at most H·c/10, with the first of no codec, `int8`, `float4` and `one-bit` for which H ≤ 20: no codec
-loses more than it has to. Where none is enough, it is the quickest of them and H ≤ 500. The time of encoding is left
-out. Whether a model learns as well at such a period is for its user to see.
+Workers that wait less than a quarter of c need no advice. For others it is local SGD of the shortest period H of
+which a quarter takes as long as an exchange, x seconds: ⌈x/c⌉ minibatches, which are computed meanwhile (`delay`). So
+nobody waits. The codec is the first of none, `int8`, `float4` and `one-bit` for which H ≤ 20: none loses more than it
+has to. Where none is enough, it is the quickest of them and H ≤ 500. The time of encoding is left out. Whether a model
+learns as well at such a period is for its user to see.
 """
 
 from __future__ import annotations
@@ -23,14 +24,45 @@ from gradstream.codec import named
 
 ENOUGH = 0.25
 """Seconds of waiting for each second of computing above which there is advice."""
-SHARE = 0.1
-"""The most seconds of exchanges for each second of computing."""
+PARTS = 4
+"""Seconds of computing for each second of an exchange, and minibatches of a round for each that is delayed."""
 NEAR, LONGEST = 20, 500
 """The longest period before a codec that loses more is taken, and the longest of all."""
 CODECS = {"int8": named.int8, "float4": named.float4, "one-bit": named.one_bit}
 """From what loses least to what loses most."""
 BITS = 8e-6
 """Megabits of a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Local SGD as it suits some links.
+
+    Args:
+        every: H, minibatches of a round.
+        delay: those of them that are computed during the exchange.
+        codec: name of the codec; None for none.
+        exchange_s: seconds of an exchange.
+        wait_s: seconds that a worker waits, for each minibatch.
+    """
+
+    every: int
+    delay: int
+    codec: str | None
+    exchange_s: float
+    wait_s: float
+
+    @property
+    def options(self) -> str:
+        """On the command line."""
+        delay = f" --set strategy.delay={self.delay}" if self.delay else ""
+        codec = "" if self.codec is None else f" --codec {self.codec}"
+        return f"--strategy local-sgd --set strategy.every={self.every}{delay}{codec}"
+
+    @property
+    def waits(self) -> str:
+        """What a worker waits for each minibatch, in words."""
+        return in_words(self.wait_s) if self.wait_s else "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +91,29 @@ class Links:
         size = self.itemsize * self.elems
         return 2 * (self.workers - 1) * (self.alpha_s + size * self.beta_s_byte / self.workers)
 
-    def gathered_s(self, codec: str) -> float:
-        """Seconds of an exchange with a codec; infinite where it is refused, or would send more."""
-        encoded = CODECS[codec]().encoded_bytes(self.elems)
-        if self.itemsize != 4 or encoded >= 8 * self.elems / self.workers:
+    def encoded_s(self, codec: str) -> float:
+        """Seconds of an exchange with a codec; infinite where it is refused."""
+        if self.itemsize != 4:
             return math.inf
-        return (self.workers - 1) * (self.alpha_s + encoded * self.beta_s_byte)
+        encoded = CODECS[codec]().encoded_bytes(self.elems)
+        messages = 1 if self.workers == 2 else 2 * (self.workers - 1)
+        return messages * self.alpha_s + 2 * (self.workers - 1) / self.workers * encoded * self.beta_s_byte
 
-    def advice(self) -> tuple[int, str | None, float]:
-        """(H, codec, seconds of an exchange) of local SGD."""
+    def advice(self) -> Advice:
+        """See the module."""
         ways: dict[str | None, float] = {None: self.sum_s}
-        ways |= {codec: self.gathered_s(codec) for codec in CODECS}
-        near = (codec for codec, seconds in ways.items() if seconds <= NEAR * SHARE * self.compute_s)
+        ways |= {codec: self.encoded_s(codec) for codec in CODECS}
+        near = (codec for codec, seconds in ways.items() if PARTS * seconds <= NEAR * self.compute_s)
         codec = next(near, min(ways, key=lambda one: ways[one]))
-        every = max(2, math.ceil(ways[codec] / (SHARE * self.compute_s)))
-        return min(every, LONGEST), codec, ways[codec]
+        seconds = ways[codec]
+        delay = min(math.ceil(seconds / self.compute_s), LONGEST // PARTS)
+        wait_s = max(0.0, seconds - delay * self.compute_s) / (PARTS * delay)
+        return Advice(PARTS * delay, delay, codec, seconds, wait_s)
 
     @property
     def is_quick(self) -> bool:
         """Whether nothing is to be changed: workers wait little, or would wait no less."""
-        every, _, seconds = self.advice()
-        return self.wait_s <= max(ENOUGH * self.compute_s, seconds / every)
+        return self.wait_s <= max(ENOUGH * self.compute_s, self.advice().wait_s)
 
     @property
     def measured(self) -> str:
@@ -95,12 +129,8 @@ class Links:
         """The advice in words."""
         if self.is_quick:
             return self.measured
-        every, codec, seconds = self.advice()
-        option = "" if codec is None else f" --codec {codec}"
-        return (
-            f"{self.measured}, at {self.speed}; --strategy local-sgd --set strategy.every={every}"
-            f"{option} would wait {in_words(seconds / every)}"
-        )
+        advice = self.advice()
+        return f"{self.measured}, at {self.speed}; {advice.options} would wait {advice.waits}"
 
 
 def in_words(seconds: float) -> str:

@@ -101,6 +101,11 @@ class LocalSGD(GroupStrategy):
         """See `GroupStrategy.local_steps`."""
         return self.every
 
+    def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:
+        """All at once: nothing of Δ is known before the last step, and each exchange waits for the links' latency."""
+        del itemsize_bytes, chunk_elems
+        return 1 << 40
+
     def optimizer(self) -> Optimizer:
         """SGD with momentum, on each worker."""
         return SGD(lr=0.01, momentum=0.9)

@@ -1,33 +1,48 @@
-"""`CodedSums`: sums of gradients in a group, of which each worker sends its own part encoded.
+"""`CodedSums`: sums of gradients in a group that travel encoded.
 
-    bucket g_r ──▶ weight_r · g_r ──▶ encode ──▶ all-gather ──▶ Σ_r decode, in the order of ranks
+A sum of encoded vectors is no encoded vector. So either each worker gets the encoded parts of all, and adds them up:
 
-A sum of encoded vectors is no encoded vector, so each worker gets all parts, and adds them up itself. All get the same
-bits. A worker sends (W - 1)·C bytes, with C those of its own part, where a ring sends 2(W - 1)/W · 4N: it pays where
-C < 8N/W.
+    gathered        bucket g_r ──▶ w_r·g_r ──▶ encode ──▶ all-gather ──▶ Σ_r decode, in the order of ranks
 
-A part begins with a word of its own: NaN says that the worker's gradient is not finite. Nothing of it enters what the
+or the sum is encoded again, as a reduce-scatter and an all-gather whose messages are encoded both times:
+
+    in two steps    w_r·g_r ──▶ encode slice by slice ──▶ all-to-all ──▶ worker s: Σ_r decode of slice s
+                    ──▶ encode ──▶ all-gather ──▶ decode
+
+A worker sends (W - 1)·C bytes in the first way, with C those of a whole encoded bucket, and 2(W - 1)/W·C in the second,
+where a ring sends 2(W - 1)/W·4N. The second one is taken by three workers or more with codecs that have a code for each
+element (`Codec.dense`); the others would leave out again what they have let through. All get the same bits both ways.
+
+With error feedback the second encoding has it too: a worker has what it left out of its slice s in its own remainder,
+and adds that to the sum. So in both steps nothing is lost, sent + remainders = given, and there is no further vector.
+
+A part begins with a word of its own: NaN says that a worker's gradient is not finite. Nothing of it enters what the
 codec keeps, and the sum is NaN, so that all workers leave the round out.
+
+References: all parts to all: Seide and others, 1-bit SGD, 2014. Both steps with feedback: Tang and others, "1-bit Adam",
+2021 (their server's error is a vector of its own).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from gradstream.codec.base import Codec
 from gradstream.codec.seeds import seed_of
 from gradstream.codec.words import WORD, check_dtype, words_of
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, SwappingGroup, slice_of
 from gradstream.errors import ConfigError, DataError
 from gradstream.memory import Span, Vector
 from gradstream.model.check import finite
 from gradstream.runtime.base import Runtime, Work
 
-BLOCK_WORDS = 64
-"""Parts are whole blocks, so that the group's `slice_of` cuts between them."""
+PART_WORDS = 64
+"""Parts are multiples of so many words, so that the group's `slice_of` cuts between them."""
+BLOCK_ELEMS = 1 << 20
+"""The most elements that are encoded at once: what is decoded of them stays near the processor."""
 
 
 class CodedSums:
@@ -57,28 +72,75 @@ class CodedSums:
         state: Mapping[str, Vector],
     ) -> None:
         check_dtype(codec, dtype)
-        elems, size = bounds[-1][1], group.size
-        coded, whole = codec.encoded_bytes(elems), elems * dtype.itemsize
-        if size > 1 and coded * size >= 2 * whole:
-            raise ConfigError(
-                f"codec={codec} in a group of {size} workers, each of which sends its part to all others: "
-                f"{(size - 1) * coded:,} bytes a step, where a ring sends {2 * (size - 1) * whole // size:,}; take a "
-                "smaller codec, or leave codec out"
-            )
         self._runtime = runtime
         self._group = group
+        self._swaps: SwappingGroup | None = None
+        if isinstance(group, SwappingGroup) and group.size > 2 and getattr(codec, "dense", False):
+            self._swaps = group
         self._codec = codec
         self._seed = seed
         self._state = state
-        self._most = max(stop - start for start, stop in bounds)
-        self._parts = group.allocate(self._part_words(self._most) * size, WORD, "encoded")
-        self._decoded: Vector = runtime.memory.allocate(self._most, dtype, "decoded")
+        self._check_bytes(bounds[-1][1], dtype.itemsize)
+        most = max(stop - start for start, stop in bounds)
+        self._parts = group.allocate(self._part_words(most) * group.size, WORD, "encoded")
+        self._decoded: Vector = runtime.memory.allocate(min(most, BLOCK_ELEMS), dtype, "decoded")
+
+    def _check_bytes(self, elems: int, itemsize_bytes: int) -> None:
+        size, coded, whole = self._group.size, self._codec.encoded_bytes(elems), elems * itemsize_bytes
+        sent = 2 * (size - 1) * coded // size if self._swaps is not None else (size - 1) * coded
+        if size > 1 and sent >= 2 * (size - 1) * whole // size:
+            raise ConfigError(
+                f"codec={self._codec} in a group of {size} workers, each of which sends its part to all others: "
+                f"{sent:,} bytes a step, where a ring sends {2 * (size - 1) * whole // size:,}; take a smaller codec, "
+                "or leave codec out"
+            )
+
+    # ---- parts ----------------------------------------------------------------------------
+
+    def _slices(self, elems: int) -> list[tuple[int, int]]:
+        """By rank, [start, stop) of the elements of a bucket that its part is of."""
+        size = self._group.size
+        if self._swaps is None:
+            return [(0, elems)] * size
+        return [slice_of(elems, rank, size) for rank in range(size)]
 
     def _part_words(self, elems: int) -> int:
-        return -(-(1 + words_of(self._codec, elems)) // BLOCK_WORDS) * BLOCK_WORDS
+        longest = max(stop - start for start, stop in self._slices(elems))
+        words = 1 + sum(words_of(self._codec, stop - start) for start, stop in _blocks(longest))
+        return -(-words // PART_WORDS) * PART_WORDS
+
+    def _encode(self, given: torch.Tensor, into: torch.Tensor, first: int, step: int) -> None:
+        """Encodes elements of the flat vector from `first` on. They are finite."""
+        at = 1
+        for start, stop in _blocks(len(given)):
+            size = self._codec.encoded_bytes(stop - start)
+            state = {name: kept[first + start : first + stop].tensor for name, kept in self._state.items()}
+            seed = seed_of(self._seed, step, first + start)
+            encoded = into[at:].view(torch.uint8)[:size]
+            self._codec.encode(given[start:stop], encoded, state, seed=seed)
+            at += words_of(self._codec, stop - start)
+
+    def _decode(self, part: torch.Tensor, into: torch.Tensor, *, add: bool, sender: int, step: int) -> None:
+        """Overwrites elements by what a part has, or adds that to them. NaN where its sender's are not finite."""
+        if math.isnan(part[0].item()):
+            into.fill_(math.nan)
+            return
+        at = 1
+        for start, stop in _blocks(len(into)):
+            decoded = self._decoded.tensor[: stop - start] if add else into[start:stop]
+            encoded = part[at:].view(torch.uint8)[: self._codec.encoded_bytes(stop - start)]
+            try:
+                self._codec.decode(encoded, decoded)
+            except DataError as error:
+                raise DataError(f"the part of {self._group.names[sender]} in step {step}: {error}") from error
+            if add:
+                into[start:stop].add_(decoded)
+            at += words_of(self._codec, stop - start)
+
+    # ---- sums -----------------------------------------------------------------------------
 
     async def allreduce(self, span: Span, *, weight: float, step: int) -> tuple[Span, Span]:
-        """Sums up Σ_r decode(encode(weight_r · span_r)) into `span`.
+        """Sums up Σ_r weight_r · span_r into `span`, as far as the codec goes.
 
         Args:
             span: a bucket of this worker's gradient.
@@ -90,61 +152,66 @@ class CodedSums:
 
         Raises:
             PeerLostError, DeadlineError: names a rank; the group is broken.
-            DataError: names a rank, whose part is none that the codec makes. All workers raise it.
+            DataError: names a rank, whose part is none that the codec makes. All workers raise it, unless it was one
+                of the parts for a single worker.
         """
-        words, rank = self._part_words(len(span)), self._group.rank
-        own, all_parts = (
-            self._parts[words * rank : words * (rank + 1)],
-            self._parts[: words * self._group.size],
-        )
-        state = {name: kept[span.start : span.stop] for name, kept in self._state.items()}
-        size = self._codec.encoded_bytes(len(span))
+        words, rank, slices = self._part_words(len(span)), self._group.rank, self._slices(len(span))
+        everything = self._parts[: words * self._group.size]
+        parts = [self._parts[words * one : words * (one + 1)] for one in range(self._group.size)]
+        tensors = [part.tensor for part in parts]
+        mine = slice(*slices[rank])
 
         def encode(_: object) -> None:
-            part = own.tensor.zero_()
-            if not finite(span.tensor):
-                part[0] = math.nan
-                return
-            if weight != 1.0:
+            """In two steps, the parts of others: what this worker sums itself need not be encoded for that."""
+            here = [one for one in range(len(parts)) if (one == rank) is (self._swaps is None)]
+            sound = finite(span.tensor)
+            if sound and weight != 1.0:
                 span.tensor.mul_(weight)
-            kept = {name: one.tensor for name, one in state.items()}
-            self._codec.encode(
-                span.tensor, _bytes_of(part, size), kept, seed=seed_of(self._seed, step, span.start)
-            )
+            for one in here:
+                tensors[one][0] = 0.0 if sound else math.nan
+                if sound:
+                    start, stop = slices[one]
+                    self._encode(span.tensor[start:stop], tensors[one], span.start + start, step)
+            if not sound:
+                span.tensor.fill_(math.nan)
 
-        await self._runtime.compute(
-            encode,
-            work=Work("copy", elems=len(span)),
-            writes=[span, own, *state.values()],
-            lane="exchange",
+        def encode_sum(_: object) -> None:
+            total, own = span.tensor[mine], tensors[rank]
+            for one in range(len(parts)):
+                if one != rank:
+                    self._decode(tensors[one], total, add=True, sender=one, step=step)
+            sound = finite(total)
+            own[0] = 0.0 if sound else math.nan
+            if sound:
+                self._encode(total, own, span.start + mine.start, step)
+
+        def take(_: object) -> None:
+            total = span.tensor
+            for one, (start, stop) in enumerate(slices):
+                add = self._swaps is None and one > 0
+                self._decode(tensors[one], total[start:stop], add=add, sender=one, step=step)
+
+        await self._compute(encode, len(span), span, everything)
+        if self._swaps is not None:
+            await self._swaps.all_to_all(everything)
+            await self._compute(encode_sum, len(span), span, everything)
+        await self._group.all_gather(everything)
+        await self._compute(
+            take, len(span) * (1 if self._swaps is not None else len(parts)), span, everything
         )
-        await self._group.all_gather(all_parts)
+        return span, parts[rank] if self._swaps is None else everything
 
-        def add_up(_: object) -> None:
-            total, decoded = span.tensor, self._decoded.tensor[: len(span)]
-            for number in range(self._group.size):
-                part = all_parts.tensor[words * number : words * (number + 1)]
-                if math.isnan(part[0].item()):
-                    total.fill_(math.nan)
-                    return
-                try:
-                    self._codec.decode(_bytes_of(part, size), decoded if number else total)
-                except DataError as error:
-                    raise DataError(
-                        f"the part of {self._group.names[number]} in step {step}: {error}"
-                    ) from error
-                if number:
-                    total.add_(decoded)
-
-        await self._runtime.compute(
-            add_up,
-            work=Work("reduce", elems=len(span) * self._group.size),
-            reads=[all_parts],
-            writes=[span, self._decoded.all],
-            lane="exchange",
-        )
-        return span, own
+    async def _compute(self, work: Callable[[object], None], elems: int, span: Span, parts: Span) -> None:
+        writes = [
+            span,
+            parts,
+            self._decoded.all,
+            *(kept[span.start : span.stop] for kept in self._state.values()),
+        ]
+        await self._runtime.compute(work, work=Work("reduce", elems=elems), writes=writes, lane="exchange")
 
 
-def _bytes_of(part: torch.Tensor, size: int) -> torch.Tensor:
-    return part[1:].view(torch.uint8)[:size]
+def _blocks(elems: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of what is encoded at once."""
+    for start in range(0, elems, BLOCK_ELEMS):
+        yield start, min(start + BLOCK_ELEMS, elems)
