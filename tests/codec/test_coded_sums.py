@@ -73,11 +73,12 @@ def test_what_was_sent_and_what_is_left_is_what_was_given(
     assert missing() < 1e-5
     encode = CodedSums._encode
 
-    def forgetful(self: CodedSums, values: torch.Tensor, into: torch.Tensor, first: int, step: int) -> None:
-        """A planted fault: what the slice's owner has left out is forgotten before the next encoding."""
+    def forgetful(self: CodedSums, values: torch.Tensor, bucket: Any, number: int, sound: bool) -> None:
+        """A planted fault: what this worker has left out of a slice is forgotten before the next encoding."""
+        first = bucket.span.start + bucket.slices[number][0]
         for kept in self._state.values():
             kept.tensor[first : first + len(values)].zero_()
-        encode(self, values, into, first, step)
+        encode(self, values, bucket, number, sound)
 
     monkeypatch.setattr(CodedSums, "_encode", forgetful)
     assert missing() > 1e-2
@@ -94,7 +95,8 @@ def test_sums_are_near_those_of_the_numbers(codec: Codec, size: int) -> None:
 
 def test_words_do_not_grow_with_the_workers_in_two_steps() -> None:
     def words(codec: Codec, size: int) -> int:
-        return VirtualRanks(size).run(lambda group: summed(group, codec, [(0, ELEMS)], rounds=1))[0][2]
+        outcome = VirtualRanks(size).run(lambda group: summed(group, codec, [(0, ELEMS)], rounds=1))
+        return int(outcome[0][2])
 
     whole = words(int8(), 2)
     assert whole <= words(int8(), 4) <= whole + 4 * coded_sums.PART_WORDS

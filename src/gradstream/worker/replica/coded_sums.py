@@ -19,14 +19,15 @@ and adds that to the sum. So in both steps nothing is lost, sent + remainders = 
 A part begins with a word of its own: NaN says that a worker's gradient is not finite. Nothing of it enters what the
 codec keeps, and the sum is NaN, so that all workers leave the round out.
 
-References: all parts to all: Seide and others, 1-bit SGD, 2014. Both steps with feedback: Tang and others, "1-bit Adam",
-2021 (their server's error is a vector of its own).
+References: all parts to all: Seide and others, 1-bit SGD, 2014. Both steps with feedback: Tang and others, "1-bit
+Adam", 2021 (there the error of the sum is a vector of its own).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -109,34 +110,6 @@ class CodedSums:
         words = 1 + sum(words_of(self._codec, stop - start) for start, stop in _blocks(longest))
         return -(-words // PART_WORDS) * PART_WORDS
 
-    def _encode(self, given: torch.Tensor, into: torch.Tensor, first: int, step: int) -> None:
-        """Encodes elements of the flat vector from `first` on. They are finite."""
-        at = 1
-        for start, stop in _blocks(len(given)):
-            size = self._codec.encoded_bytes(stop - start)
-            state = {name: kept[first + start : first + stop].tensor for name, kept in self._state.items()}
-            seed = seed_of(self._seed, step, first + start)
-            encoded = into[at:].view(torch.uint8)[:size]
-            self._codec.encode(given[start:stop], encoded, state, seed=seed)
-            at += words_of(self._codec, stop - start)
-
-    def _decode(self, part: torch.Tensor, into: torch.Tensor, *, add: bool, sender: int, step: int) -> None:
-        """Overwrites elements by what a part has, or adds that to them. NaN where its sender's are not finite."""
-        if math.isnan(part[0].item()):
-            into.fill_(math.nan)
-            return
-        at = 1
-        for start, stop in _blocks(len(into)):
-            decoded = self._decoded.tensor[: stop - start] if add else into[start:stop]
-            encoded = part[at:].view(torch.uint8)[: self._codec.encoded_bytes(stop - start)]
-            try:
-                self._codec.decode(encoded, decoded)
-            except DataError as error:
-                raise DataError(f"the part of {self._group.names[sender]} in step {step}: {error}") from error
-            if add:
-                into[start:stop].add_(decoded)
-            at += words_of(self._codec, stop - start)
-
     # ---- sums -----------------------------------------------------------------------------
 
     async def allreduce(self, span: Span, *, weight: float, step: int) -> tuple[Span, Span]:
@@ -152,63 +125,101 @@ class CodedSums:
 
         Raises:
             PeerLostError, DeadlineError: names a rank; the group is broken.
-            DataError: names a rank, whose part is none that the codec makes. All workers raise it, unless it was one
-                of the parts for a single worker.
+            DataError: names a rank, whose part is none that the codec makes. Where that part was for this worker
+                alone, the others learn that this one has left.
         """
-        words, rank, slices = self._part_words(len(span)), self._group.rank, self._slices(len(span))
-        everything = self._parts[: words * self._group.size]
-        parts = [self._parts[words * one : words * (one + 1)] for one in range(self._group.size)]
-        tensors = [part.tensor for part in parts]
-        mine = slice(*slices[rank])
-
-        def encode(_: object) -> None:
-            """In two steps, the parts of others: what this worker sums itself need not be encoded for that."""
-            here = [one for one in range(len(parts)) if (one == rank) is (self._swaps is None)]
-            sound = finite(span.tensor)
-            if sound and weight != 1.0:
-                span.tensor.mul_(weight)
-            for one in here:
-                tensors[one][0] = 0.0 if sound else math.nan
-                if sound:
-                    start, stop = slices[one]
-                    self._encode(span.tensor[start:stop], tensors[one], span.start + start, step)
-            if not sound:
-                span.tensor.fill_(math.nan)
-
-        def encode_sum(_: object) -> None:
-            total, own = span.tensor[mine], tensors[rank]
-            for one in range(len(parts)):
-                if one != rank:
-                    self._decode(tensors[one], total, add=True, sender=one, step=step)
-            sound = finite(total)
-            own[0] = 0.0 if sound else math.nan
-            if sound:
-                self._encode(total, own, span.start + mine.start, step)
-
-        def take(_: object) -> None:
-            total = span.tensor
-            for one, (start, stop) in enumerate(slices):
-                add = self._swaps is None and one > 0
-                self._decode(tensors[one], total[start:stop], add=add, sender=one, step=step)
-
-        await self._compute(encode, len(span), span, everything)
+        words, rank, size = self._part_words(len(span)), self._group.rank, self._group.size
+        everything = self._parts[: words * size]
+        parts = [self._parts[words * one : words * (one + 1)] for one in range(size)]
+        bucket = _Bucket(span, [part.tensor for part in parts], self._slices(len(span)), step)
+        await self._compute(lambda _: self._encode_own(bucket, weight), bucket, everything)
         if self._swaps is not None:
             await self._swaps.all_to_all(everything)
-            await self._compute(encode_sum, len(span), span, everything)
+            await self._compute(lambda _: self._encode_sum(bucket), bucket, everything)
         await self._group.all_gather(everything)
-        await self._compute(
-            take, len(span) * (1 if self._swaps is not None else len(parts)), span, everything
-        )
+        await self._compute(lambda _: self._take(bucket), bucket, everything)
         return span, parts[rank] if self._swaps is None else everything
 
-    async def _compute(self, work: Callable[[object], None], elems: int, span: Span, parts: Span) -> None:
-        writes = [
-            span,
-            parts,
-            self._decoded.all,
-            *(kept[span.start : span.stop] for kept in self._state.values()),
-        ]
-        await self._runtime.compute(work, work=Work("reduce", elems=elems), writes=writes, lane="exchange")
+    def _encode_own(self, bucket: _Bucket, weight: float) -> None:
+        """Encodes what others need of this worker. In two steps that is not the slice that it sums itself."""
+        values, rank = bucket.span.tensor, self._group.rank
+        sound = finite(values)
+        values.mul_(weight) if sound else values.fill_(math.nan)
+        for one, (start, stop) in enumerate(bucket.slices):
+            if (one == rank) is (self._swaps is None):
+                self._encode(values[start:stop], bucket, one, sound)
+
+    def _encode_sum(self, bucket: _Bucket) -> None:
+        """Adds the others' parts to this worker's slice, and encodes that."""
+        rank = self._group.rank
+        total = bucket.span.tensor[slice(*bucket.slices[rank])]
+        for one in range(self._group.size):
+            if one != rank:
+                self._decode(bucket, one, total, add=True)
+        self._encode(total, bucket, rank, finite(total))
+
+    def _take(self, bucket: _Bucket) -> None:
+        """Decodes the sum of each slice, or adds up the parts of all."""
+        total = bucket.span.tensor
+        for one, (start, stop) in enumerate(bucket.slices):
+            self._decode(bucket, one, total[start:stop], add=self._swaps is None and one > 0)
+
+    def _encode(self, values: torch.Tensor, bucket: _Bucket, number: int, sound: bool) -> None:
+        """Encodes the values of a slice into the part of this number, if they are finite."""
+        into, at, first = bucket.parts[number], 1, bucket.span.start + bucket.slices[number][0]
+        into[0] = 0.0 if sound else math.nan
+        for start, stop in _blocks(len(values)) if sound else ():
+            here = slice(first + start, first + stop)
+            state = {name: kept.tensor[here] for name, kept in self._state.items()}
+            encoded = into[at:].view(torch.uint8)[: self._codec.encoded_bytes(stop - start)]
+            seed = seed_of(self._seed, bucket.step, here.start)
+            self._codec.encode(values[start:stop], encoded, state, seed=seed)
+            at += words_of(self._codec, stop - start)
+
+    def _decode(self, bucket: _Bucket, number: int, into: torch.Tensor, *, add: bool) -> None:
+        """Overwrites elements by what a part has, or adds that to them. NaN where its sender's were not finite."""
+        part, at = bucket.parts[number], 1
+        if math.isnan(part[0].item()):
+            into.fill_(math.nan)
+            return
+        for start, stop in _blocks(len(into)):
+            decoded = self._decoded.tensor[: stop - start] if add else into[start:stop]
+            encoded = part[at:].view(torch.uint8)[: self._codec.encoded_bytes(stop - start)]
+            try:
+                self._codec.decode(encoded, decoded)
+            except DataError as error:
+                sender = self._group.names[number]
+                raise DataError(f"the part of {sender} in step {bucket.step}: {error}") from error
+            if add:
+                into[start:stop].add_(decoded)
+            at += words_of(self._codec, stop - start)
+
+    async def _compute(self, work: Callable[[object], None], bucket: _Bucket, parts: Span) -> None:
+        span = bucket.span
+        kept = [one[span.start : span.stop] for one in self._state.values()]
+        await self._runtime.compute(
+            work,
+            work=Work("reduce", elems=len(span)),
+            writes=[span, parts, self._decoded.all, *kept],
+            lane="exchange",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A sum under way.
+
+    Args:
+        span: this worker's values; its start is their place in the flat vector. The sum takes their place.
+        parts: by rank, (words,): what it has sent, or what is to be sent to it.
+        slices: by rank, [start, stop) of the elements of the span that its part is of.
+        step: number of the round.
+    """
+
+    span: Span
+    parts: Sequence[torch.Tensor]
+    slices: Sequence[tuple[int, int]]
+    step: int
 
 
 def _blocks(elems: int) -> Iterator[tuple[int, int]]:
