@@ -89,14 +89,8 @@ OURS = {
     "local-sgd, float4": Ours("local", "local-sgd", "float4", 1, EVERY),
     "local-sgd, float4, H = 40": Ours("local", "local-sgd", "float4", 1, {"every": 2 * PERIOD}),
     "local-sgd, one-bit, H = 80": Ours("local", "local-sgd", "one-bit", 1, {"every": 4 * PERIOD}),
-    "local-sgd, float4, delay 10": Ours("local", "local-sgd", "float4", 1, {**EVERY, "delay": 10}),
-    "local-sgd, one-bit, delay 10": Ours("local", "local-sgd", "one-bit", 1, {**EVERY, "delay": 10}),
-    "local-sgd, one-bit, H = 40, delay 40": Ours(
-        "local", "local-sgd", "one-bit", 1, {"every": 40, "delay": 40}
-    ),
-    "local-sgd, one-bit, H = 80, delay 60": Ours(
-        "local", "local-sgd", "one-bit", 1, {"every": 80, "delay": 60}
-    ),
+    "local-sgd, one-bit, delay 5": Ours("local", "local-sgd", "one-bit", 1, {**EVERY, "delay": 5}),
+    "local-sgd, chunk-top-k": Ours("local", "local-sgd", "chunk-top-k", 1, EVERY),
     "diloco, float4": Ours("outer", "diloco", "float4", PERIOD, EVERY, "int8"),
     "async-diloco, int8": Ours(
         "outer", "async-diloco", "int8", PERIOD, {**EVERY, "delay": PERIOD // 4}, "int8"
