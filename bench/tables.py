@@ -571,8 +571,13 @@ def _best_times(by_link: Mapping[str, TimesTo]) -> str:
 
 
 def _best(found: TimesTo, task: str, *, others: bool = False) -> tuple[float, bool] | None:
-    """Seconds, and whether they are from a row that reached its goal; None without rows."""
+    """Seconds, and whether they are from a row that reached its goal; None without rows.
+
+    Of ours only those with most seeds count: a lucky one may be quicker than any median.
+    """
     rows = [rows for (of, name), rows in found.items() if of == task and name.startswith(PEERS) is others]
+    seeds = max(map(len, rows), default=0)
+    rows = [one for one in rows if others or len(one) == seeds]
     reached = [found for one in rows if not math.isinf(found := _median_s(one))]
     cut = [max(row["limit_s"] for row in one) for one in rows]
     return (min(reached), True) if reached else (min(cut), False) if cut else None
