@@ -578,7 +578,7 @@ def _best(found: TimesTo, task: str, *, others: bool = False) -> tuple[float, bo
     rows = [rows for (of, name), rows in found.items() if of == task and name.startswith(PEERS) is others]
     seeds = max(map(len, rows), default=0)
     rows = [one for one in rows if others or len(one) == seeds]
-    reached = [found for one in rows if not math.isinf(found := _median_s(one))]
+    reached = [seconds for seconds in map(_median_s, rows) if not math.isinf(seconds)]
     cut = [max(row["limit_s"] for row in one) for one in rows]
     return (min(reached), True) if reached else (min(cut), False) if cut else None
 

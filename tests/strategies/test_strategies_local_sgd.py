@@ -267,7 +267,24 @@ def test_with_a_delay_a_death_takes_no_more_than_what_its_worker_had_not_sent(se
     counts = token_counts(run, NUM_SAMPLES)
     assert (counts == counts[0]).all() and (counts <= 4).all()
     assert (4 - counts[0]).sum() <= 1 * 2
+    assert run.summary["workers_lost"]
     assert run.summary["samples_accounted"] == 4 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_encoded_sums_in_two_steps_go_on_without_a_dead_worker(seed: int) -> None:
+    """All workers of the next group compare what they have, and raise where it differs."""
+    model, data = least_squares(128, 600, whole=False, reduction="mean", dtype="float32")
+    run = gs.simulate(
+        model, data, strategy=gs.LocalSGD(every=2, delay=1), codec="one-bit", optimizer=gs.optim.SGD(0.001), workers=4,
+        batch_size=4, epochs=24, deadlines=QUICK, config=UNSTEADY, seed=seed,
+        script=kill_at(f"worker-{seed}", 0.05 + 0.06 * seed),
+    )  # fmt: skip
+    assert run.summary["workers_lost"] and run.summary["samples_accounted"] == 24 * 128
+    assert np.isfinite(run.parameters["w"]).all()
+    assert np.mean([row["loss"] for row in run.history[-16:]]) < 0.5 * np.mean(
+        [row["loss"] for row in run.history[:8]]
+    )
 
 
 @pytest.mark.parametrize("delay", [0, 2])

@@ -106,7 +106,7 @@ class Links:
         near = (codec for codec, seconds in ways.items() if PARTS * seconds <= NEAR * self.compute_s)
         codec = next(near, min(ways, key=lambda one: ways[one]))
         seconds = ways[codec]
-        delay = min(math.ceil(seconds / self.compute_s), LONGEST // PARTS)
+        delay = max(1, min(math.ceil(seconds / self.compute_s), LONGEST // PARTS))
         wait_s = max(0.0, seconds - delay * self.compute_s) / (PARTS * delay)
         return Advice(PARTS * delay, delay, codec, seconds, wait_s)
 

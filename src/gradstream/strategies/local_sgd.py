@@ -19,13 +19,14 @@ worker has come without them; u_i, how far they have led it, is in the Δ_i of i
     w_i ← w - u_i;   H - d minibatches;   Δ_i ← w - w_i;   w_i' ← w_i
     allreduce of the Δ_i   ║   d minibatches on w_i;   u_i ← w_i' - w_i
 
-So every step of every worker is in the sum of exactly one round. The last round has d = 0, so the final model has them
-all; w, which evaluations in between see, is without the last d minibatches of each worker. With d = H, round r
-exchanges what round r - 1 has computed, and the first one zeros. Checkpoints have the u_i. A lost worker takes its own
-along; one that stands in for it waits for its exchanges (d = 0).
+So every step of every worker is in the sum of exactly one round. The last round of `epochs` or `steps` has d = 0, so
+the final model has them all; w, which evaluations in between see, and with which a run ends early (`until`, a stop), is
+without the last d minibatches of each worker. With d = H, round r exchanges what round r - 1 has computed, and the
+first one zeros. Checkpoints have the u_i. A lost worker takes its own along; one that stands in for it waits for its
+exchanges (d = 0).
 
-Bytes a round and worker: those of an allreduce of the parameters, 2(W - 1)/W · 4N in a ring; with a codec (W - 1) times
-those of the encoded Δ_i. All workers wait for the slowest once a round. A death or a newcomer is met as under
+Bytes a round and worker: those of an allreduce of the parameters, 2(W - 1)/W · 4N in a ring; with a codec those of
+`worker.replica.coded_sums`. All workers wait for the slowest once a round. A death or a newcomer is met as under
 allreduce: the round begins anew, from w, and another worker computes the part of the lost one until a new process takes
 its place.
 

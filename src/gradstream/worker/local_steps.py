@@ -107,6 +107,9 @@ class LocalSteps(Differentiator):
         Args:
             gradient: complete, and perhaps summed with those of others by now: it is not looked at.
             before: its figures.
+
+        Raises:
+            UserCodeError, GradientError, DataError: as `compute`.
         """
         assert self._beside is not None and self._unsent is not None
         unsent, samples = self._unsent.tensor, gradient.batch.num_samples

@@ -91,9 +91,8 @@ class CodedSums:
         sent = 2 * (size - 1) * coded // size if self._swaps is not None else (size - 1) * coded
         if size > 1 and sent >= 2 * (size - 1) * whole // size:
             raise ConfigError(
-                f"codec={self._codec} in a group of {size} workers, each of which sends its part to all others: "
-                f"{sent:,} bytes a step, where a ring sends {2 * (size - 1) * whole // size:,}; take a smaller codec, "
-                "or leave codec out"
+                f"codec={self._codec} in a group of {size} workers would send {sent:,} bytes a step, where a ring "
+                f"sends {2 * (size - 1) * whole // size:,}; take a smaller codec, or leave codec out"
             )
 
     # ---- parts ----------------------------------------------------------------------------
