@@ -137,6 +137,26 @@ def test_with_a_delay_exchanges_take_no_time_while_workers_compute() -> None:
     assert hidden < 0.3 * (waiting - computing) + computing
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": gs.LocalSGD(every=4)},
+        {"strategy": gs.LocalSGD(every=4, delay=3)},
+        {"strategy": "allreduce", "accumulate": 4},
+        {"strategy": "allreduce"},
+    ],
+    ids=str,
+)
+def test_a_simulated_minibatch_takes_the_same_time_however_many_there_are_of_a_step(
+    options: dict[str, Any],
+) -> None:
+    """16 minibatches of each of 2 workers, a second each; an exchange takes no time."""
+    model, data = least_squares(128, 4, whole=False, reduction="mean")
+    config = SimulationConfig(costs={"gradient": Cost(base_s=1.0)})
+    run = gs.simulate(model, data, workers=2, batch_size=4, epochs=1, config=config, **options)
+    assert run.summary["train_s"] == pytest.approx(16, rel=0.01)
+
+
 def test_one_minibatch_a_round_is_an_allreduce_to_the_bit() -> None:
     """On whole numbers, of which two steps are exact."""
     model, data = least_squares(48, 70, grid=2**-8)

@@ -38,6 +38,7 @@ class Work:
         kind: "gradient", "apply", "copy", "reduce", "evaluate", ...: one of `simulation.KINDS`.
         samples: number of training samples that it processes.
         elems: number of vector elements that it processes.
+        passes: of "gradient": how many minibatches it computes one after the other.
         brief: the work takes so little time (tens of microseconds) that a change of thread would cost more.
         elsewhere: another thread computes while the runtime's thread waits; the CPU seconds of the
             runtime's thread are not counted.
@@ -47,6 +48,7 @@ class Work:
     kind: str
     samples: int = 0
     elems: int = 0
+    passes: int = 1
     brief: bool = False
     elsewhere: bool = False
     share: float = 1.0

@@ -117,6 +117,8 @@ class Trace:
 class Cost:
     """Seconds of a computation: (base + samples·per_sample + elems·per_elem) · jitter.
 
+    The base of a gradient counts for each minibatch of it, where local steps or accumulation make it of several.
+
     Example:
         >>> config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.01, per_sample_s=1e-3)})
         >>> run = gs.simulate(model, data, config=config, workers=2, batch_size=8, epochs=2)
@@ -134,7 +136,7 @@ class Cost:
 
     def seconds(self, work: Work, rng: random.Random, count: int) -> float:
         """The duration of one computation on a machine of speed 1."""
-        mean = self.base_s + work.samples * self.per_sample_s + work.elems * self.per_elem_s
+        mean = work.passes * self.base_s + work.samples * self.per_sample_s + work.elems * self.per_elem_s
         return mean * self.jitter.draw(rng, count)
 
 

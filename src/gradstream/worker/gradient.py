@@ -27,7 +27,7 @@ from gradstream.model.batch import Batch
 from gradstream.model.check import usable
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report, Runtime, Work
-from gradstream.worker.computed import ComputedGradient, Result
+from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 
 BLOCK_ELEMS = 1 << 17
 """Length of a block. A norm adds the squares of blocks in float64, so it does not depend on the number of threads."""
@@ -95,6 +95,10 @@ class GradientSource(Protocol):
         """The numbers of elements that `compute` reports."""
         ...
 
+    def passes(self, batch: SampleBatch) -> int:
+        """How many gradients of the model it takes, one after the other."""
+        ...
+
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
         """The samples of a minibatch, part by part."""
         ...
@@ -126,6 +130,7 @@ async def differentiate(
             "gradient",
             samples=gradient.samples - gradient.later_samples,
             elems=len(vector),
+            passes=source.passes(gradient.batch) - gradient.later,
             elsewhere=source.elsewhere,
         ),
         reads=[parameters.all],
@@ -186,6 +191,10 @@ class Differentiator:
     def _held(self, mean: bool) -> bool:
         """Whether no element is final before the whole gradient is computed."""
         return bool(self._clip) or self._measures or (mean and self._model.reduction == "sum")
+
+    def passes(self, batch: SampleBatch) -> int:
+        """See `GradientSource`."""
+        return len(batch.samples or parts_of(self._plan, batch.ref))
 
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
         """See `GradientSource`."""

@@ -57,6 +57,13 @@ class JointGradient:
         """See `GradientSource`: only the end, since no element is final before the last rank's gradient is added."""
         return (len(gradient.vector),)
 
+    def passes(self, batch: SampleBatch) -> int:
+        """See `GradientSource`."""
+        batches = {rank: replace(batch, ref=replace(batch.ref, partition=rank)) for rank in self._sources}
+        return sum(
+            self._sources[rank].passes(one) for rank, one in batches.items() if self._size(one.ref, rank)
+        )
+
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
         """See `GradientSource`."""
         return self._sources[ref.partition].read(ref, step)

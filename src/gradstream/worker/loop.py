@@ -234,6 +234,10 @@ class LoopSource:
         """See `GradientSource`."""
         return (len(gradient.vector),)
 
+    def passes(self, batch: SampleBatch) -> int:
+        """See `GradientSource`."""
+        return 1
+
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
         """See `GradientSource`: not called, since the loop reads its own samples."""
         raise InternalError(f"{ref} of step {step} is read in a loop of the user's")

@@ -27,7 +27,7 @@ from gradstream.runtime.base import Report as Progress
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy
-from gradstream.worker.computed import ComputedGradient, Result
+from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import BLOCK_ELEMS, hash_seed
 from gradstream.worker.parts.agreement import Agreement
@@ -110,6 +110,10 @@ class PartSource(ABC):
     def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
         """See `GradientSource`: only the very end."""
         return [len(gradient.vector)]
+
+    def passes(self, batch: SampleBatch) -> int:
+        """See `GradientSource`."""
+        return 1
 
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
         """See `GradientSource`."""

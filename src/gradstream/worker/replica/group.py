@@ -156,9 +156,10 @@ class GroupReplica(Replica):
         if result.refused or local is None:
             return
         begun_ns = self._runtime.now()
+        samples, elems = gradient.later_samples, len(gradient.vector)
         whole = await self._runtime.compute(
             lambda _: local.go_on(gradient, result),
-            work=Work("gradient", samples=gradient.later_samples, elems=len(gradient.vector)),
+            work=Work("gradient", samples=samples, elems=elems, passes=gradient.later),
             shape_only=result,
         )
         self._meter.computed(begun_ns, whole)
