@@ -53,8 +53,8 @@ def test_the_last_worker_is_done_as_early_as_can_be(speeds: Sequence[float], tot
 
 def test_stretches_double() -> None:
     begins = [batch for batch in range(70) if begins_window(batch)]
-    assert begins == [0, 4, 8, 16, 32, 64]
-    assert [window_end(batch) for batch in (0, 3, 4, 7, 8, 15, 16)] == [4, 4, 8, 8, 16, 16, 32]
+    assert begins == [0, 1, 2, 4, 8, 16, 32, 64]
+    assert [window_end(batch) for batch in (0, 1, 2, 3, 4, 7, 8, 15, 16)] == [1, 2, 4, 4, 8, 8, 16, 16, 32]
 
 
 def stretch(rounds: int, samples: int, seconds: float) -> WorkerSpeed:
@@ -159,7 +159,11 @@ def test_a_lost_workers_share_goes_to_the_others() -> None:
     assert event.samples == [15, 0, 15]
 
 
-def test_a_worker_looks_no_further_than_what_is_decided_and_leaves_out_its_first_gradient() -> None:
+@pytest.mark.parametrize("joined", [1, 20])
+def test_a_worker_looks_no_further_than_what_is_decided_and_leaves_out_its_first_gradient(
+    joined: int,
+) -> None:
+    """The first one counts where it is of many minibatches."""
     said: list[tuple[int, float, float]] = []
 
     class PageSource:
@@ -168,17 +172,19 @@ def test_a_worker_looks_no_further_than_what_is_decided_and_leaves_out_its_first
             return (6, 2)
 
     async def main() -> None:
-        plan = RoundPlan(1000, 4, 2, shares="measured")
+        inner = RoundPlan(1000 * joined, 4, 2, shares="measured")
+        plan = inner if joined == 1 else JoinedPlan(inner, joined)
         balance = ShareReporter(plan, PageSource())
         for batch in range(20):
             ref = BatchRef(0, 0, batch)
             await balance.reach(ref)
-            assert plan.known_until(ref) == window_end(batch)
-            assert plan.size(ref) == (4 if batch < 4 else 6)
-            balance.took(plan.size(ref), 1.0 if batch else 100.0)
+            assert inner.known_until(BatchRef(0, 0, batch * joined)) == joined * window_end(batch)
+            assert plan.size(ref) == joined * (6 if batch else 4)
+            balance.took(plan.size(ref) or 0, 1.0 if batch else 100.0)
 
     asyncio.run(main())
-    assert said == [(4, 3, 3.0), (8, 4, 4.0), (16, 8, 8.0)]
+    first = (1, 0, 0.0) if joined == 1 else (1, 1, 100.0)
+    assert said == [first, (2, 1, 1.0), (4, 2, 2.0), (8, 4, 4.0), (16, 8, 8.0)]
 
 
 # ---- whole runs on virtual time ---------------------------------------------------------
@@ -209,9 +215,10 @@ def test_a_slow_worker_gets_less_and_rounds_take_what_all_speeds_together_allow(
     assert round_s(equal, 2) == pytest.approx(32 / 250, rel=0.01)
     assert round_s(measured, 2) == pytest.approx(ideal_s, rel=0.03)  # samples are whole
     assert round_s(equal, 2) / round_s(measured, 2) > 3.1
-    assert shares_of(measured)[0]["batch"] == 4
-    assert [event["samples"] for event in shares_of(measured)] == [[40, 40, 39, 9]] * len(shares_of(measured))
-    assert [event["changed"] for event in shares_of(measured)] == [True] + [False] * 7
+    assert [event["batch"] for event in shares_of(measured)][:3] == [1, 2, 4]
+    samples = [event["samples"] for event in shares_of(measured)]
+    assert samples == [[32] * 4] + [[40, 40, 39, 9]] * (len(samples) - 1)
+    assert [event["changed"] for event in shares_of(measured)] == [False, True] + [False] * 12
     assert measured.parameters["w"].tobytes() == equal.parameters["w"].tobytes()
 
 
@@ -220,7 +227,7 @@ def test_shares_do_not_follow_noise() -> None:
     for seed in range(2):
         run = uneven("measured", spread=0.3, seed=seed, epochs=8)
         late = [event for event in shares_of(run) if event["epoch"] >= 2]
-        assert len(late) == 6 * 3  # before rounds 0, 4 and 8 of 16
+        assert len(late) == 6 * 5  # before rounds 0, 1, 2, 4 and 8 of 16
         assert sum(event["changed"] for event in late) <= 1, [event["samples"] for event in late]
         longest_s = [max(np.array(event["samples"]) / [1000, 1000, 1000, 250]) for event in late]
         assert max(longest_s) < 1.2 * 128 / 3250
@@ -286,7 +293,7 @@ def test_the_report_shows_the_shares() -> None:
     assert run.summary["shares"] == {f"worker-{rank}": size for rank, size in enumerate((40, 40, 39, 9))}
     head, (change, speeds) = shares_table(run.events)
     assert head == ["from", ">worker-0", ">worker-1", ">worker-2", ">worker-3"]
-    assert change == ["epoch 0, round 4", "40", "40", "39", "9"]
+    assert change == ["epoch 0, round 2", "40", "40", "39", "9"]
     assert speeds == ["speed, measured last", "1,000/s", "1,000/s", "1,000/s", "250/s"]
     assert "<h2>Shares</h2>" in page(PageSource(title="x", events=run.events))
     equal = uneven(None, steps=6, epochs=None)

@@ -21,10 +21,10 @@ MB = Links(
 )  # 100 Mbit/s
 
 
-def test_seconds_are_those_of_a_ring_of_numbers_or_of_encoded_slices() -> None:
-    assert MB.sum_s == pytest.approx(6e-3 + 1.5 * 40e6 * 8e-8)
+def test_seconds_are_those_of_slices_of_numbers_or_of_encoded_ones() -> None:
+    assert MB.sum_s == pytest.approx(2e-3 + 1.5 * 40e6 * 8e-8)
     encoded = named.int8().encoded_bytes(10_000_000)
-    assert MB.encoded_s("int8") == pytest.approx(6e-3 + 1.5 * encoded * 8e-8)
+    assert MB.encoded_s("int8") == pytest.approx(2e-3 + 1.5 * encoded * 8e-8)
     assert dataclasses.replace(MB, workers=2).encoded_s("int8") == pytest.approx(1e-3 + encoded * 8e-8)
 
 
@@ -37,10 +37,28 @@ def test_the_first_way_that_is_quick_enough_is_taken() -> None:
         (20, 5, None),
     ]
     assert dataclasses.replace(MB, compute_s=3.0).advice() == Advice(8, 2, None, MB.sum_s, 0.0)
+    assert dataclasses.replace(MB, beta_s_byte=8e-7, epoch=30).advice() == Advice(
+        28, 7, "one-bit", *[pytest.approx(x, rel=0.01) for x in (1.69, 0.0354)]
+    )
     far = dataclasses.replace(MB, compute_s=1e-6).advice()
     assert (far.every, far.delay) == (500, 125) and far.wait_s == pytest.approx(
         far.exchange_s / 500, rel=1e-3
     )
+
+
+def test_no_codec_is_advised_where_messages_take_long_and_bytes_do_not() -> None:
+    """Of 1,100 elements even the whole vector is little beside two messages of 25 ms."""
+    small = dataclasses.replace(
+        MB, workers=3, elems=1100, alpha_s=0.025, beta_s_byte=8e-7, compute_s=0.0032, wait_s=0.055
+    )
+    assert small.encoded_s("one-bit") > small.sum_s / 1.25
+    assert (small.advice().every, small.advice().codec) == (72, None)
+
+
+@pytest.mark.parametrize(("spread", "says"), [(1.4, False), (10.0, True)])
+def test_it_says_when_a_worker_is_slow(spread: float, says: bool) -> None:
+    measured = dataclasses.replace(MB, spread=spread).measured
+    assert ('on the slowest worker (10 times the fastest\'s: see shares="measured")' in measured) is says
 
 
 def test_no_codec_is_advised_where_all_would_be_refused() -> None:

@@ -53,14 +53,16 @@ class LinkChoice:
     Args:
         workers: W of the phase that it chooses for.
         every: minibatches between two exchanges in the phase that it follows.
+        epoch: minibatches of a worker in a data epoch of the phase that it chooses for; None: not known.
     """
 
     KEPT = ("_alpha_s", "_beta_s_byte", "_seconds")
     """See `durable.state`."""
 
-    def __init__(self, workers: int, every: int = 1) -> None:
+    def __init__(self, workers: int, every: int = 1, epoch: int | None = None) -> None:
         self._workers = workers
         self._every = every
+        self._epoch = epoch
         self._alpha_s = 0.0
         self._beta_s_byte = 0.0
         self._seconds: dict[
@@ -85,8 +87,7 @@ class LinkChoice:
         links = self._links(elems, itemsize)
         measured = links.measured
         if self._every > 1:
-            computing = f"{in_words(links.compute_s)} of computing for each minibatch"
-            measured = f"{computing}, and {in_words(links.sum_s)} for a sum"
+            measured = f"{links.computing} for each minibatch, and {in_words(links.sum_s)} for a sum"
         if links.is_quick:
             return Chosen(why=f"{measured}, at {links.speed}: allreduce after each is quick enough")
         advice = links.advice()
@@ -96,10 +97,11 @@ class LinkChoice:
         return Chosen(advice.every, advice.codec, why, advice.delay)
 
     def _links(self, elems: int, itemsize: int) -> Links:
-        compute_s, wait_s = max(
+        medians = [
             (statistics.median(step[0] for step in last), statistics.median(step[1] for step in last))
             for last in self._seconds.values()
-        )
+        ]
+        compute_s, wait_s = max(medians)
         links = Links(
             workers=self._workers,
             elems=elems,
@@ -108,6 +110,8 @@ class LinkChoice:
             compute_s=compute_s / self._every,
             wait_s=wait_s,
             itemsize=itemsize,
+            epoch=self._epoch,
+            spread=compute_s / (min(medians)[0] or compute_s),
         )
         if self._every == 1:
             return links

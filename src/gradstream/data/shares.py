@@ -4,10 +4,10 @@ A round is B consecutive positions of the epoch's order. Shares only decide whic
 joined batch, the learning rate and the progress of an epoch do not depend on shares, and the mean over the joined
 batch, Σ bᵢgᵢ / Σ bᵢ, is the same sum with other terms.
 
-    rounds of an epoch    0 … 3 │ 4 … 7 │ 8 … 15 │ 16 … 31 │ …      rebalance windows: shares do not change inside
+    rounds of an epoch    0 │ 1 │ 2, 3 │ 4 … 7 │ 8 … 15 │ 16 … 31 │ …      rebalance windows: shares do not change inside
                           before each window workers report the gradients since their previous report
 
-Windows grow, so that the number of messages is logarithmic. They begin anew in each epoch, so that a machine that has
+The first ones are short, since a round may be long: local SGD has 20 minibatches or more in one. Windows grow, so that the number of messages is logarithmic. They begin anew in each epoch, so that a machine that has
 become slower is noticed in the next epoch at the latest.
 """
 
@@ -23,8 +23,8 @@ from typing import Literal
 MEASURED: Literal["measured"] = "measured"
 """The value of `shares` in a job instead of numbers."""
 
-FIRST_WINDOW = 4
-"""Rounds of the first window."""
+MANY = 8
+"""Minibatches of a gradient beside which what happens only once, in a worker's first gradient, is little."""
 
 MEMORY = 64
 """Rounds after which a measurement has half the weight."""
@@ -35,15 +35,18 @@ THRESHOLD = 0.05
 SURE = 2.0
 """Standard errors that other sizes must save at least."""
 
+ONE_ROUND = 0.25
+"""Relative standard error of one gradient, which has no spread: so other sizes must save half of the time."""
+
 
 def window_end(batch: int) -> int:
     """The first round of the next window after round `batch` of an epoch: a power of 2."""
-    return max(FIRST_WINDOW, 1 << batch.bit_length())
+    return 1 << batch.bit_length()
 
 
 def begins_window(batch: int) -> bool:
     """Whether a window begins with this round of an epoch."""
-    return batch == 0 or (batch >= FIRST_WINDOW and batch & (batch - 1) == 0)
+    return batch & (batch - 1) == 0
 
 
 @dataclass(slots=True)
@@ -86,8 +89,10 @@ class WorkerSpeed:
     @property
     def error(self) -> float:
         """Relative standard error of `per_s`: the spread of single rounds / √rounds."""
-        if self.rounds < 2 or not self.per_s:
+        if self.rounds < 1 or not self.per_s:
             return math.inf
+        if self.rounds < 2:
+            return ONE_ROUND
         mean = self.seconds / self.samples
         variance = max(0.0, self.squares / self.samples - mean * mean)
         return math.sqrt(variance / self.rounds) / mean

@@ -41,10 +41,11 @@ def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
         return None
     if whole_bytes > 6 * elems * sum(map(len, steps.values())):  # float64
         return None
-    compute_s, wait_s = max(
-        tuple(statistics.median(step[key] for step in mine) for key in ("compute_s", "wait_s"))
+    medians = [
+        tuple(statistics.median(step[key] for step in mine) for key in ("compute_s", "wait_s", "samples"))
         for mine in steps.values()
-    )
+    ]
+    compute_s, wait_s, _ = max(medians)
     return Links(
         workers=workers,
         elems=elems,
@@ -52,4 +53,6 @@ def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
         beta_s_byte=formed["beta_s_byte"],
         compute_s=compute_s,
         wait_s=wait_s,
+        epoch=int(started["num_samples"] / sum(samples for *_, samples in medians)),
+        spread=compute_s / (min(medians)[0] or compute_s),
     )

@@ -192,7 +192,11 @@ class RunPlan:
         number = self.phase.number + 1
         if self.whole is None or not self.follows or self.whole.phases[number].strategy != AUTO:
             return None
-        return LinkChoice(self.whole.phases[number].workers or self.whole.workers, self._joined)
+        phase, samples = self.whole.phases[number], self.job.data.num_samples
+        workers = phase.workers or self.whole.workers
+        sizes = phase.batch_size or self.whole.batch_size
+        joined = sizes * workers if isinstance(sizes, int) else sum(sizes)
+        return LinkChoice(workers, self._joined, samples and max(1, samples // joined))
 
     @property
     def phase_until(self) -> Until | None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
-from gradstream.data.shares import WorkerSpeed, begins_window, window_end
+from gradstream.data.shares import MANY, WorkerSpeed, begins_window, window_end
 
 
 class ShareSource(Protocol):
@@ -39,9 +39,12 @@ class ShareReporter:
         self._late = True
 
     def took(self, samples: int, seconds: float) -> None:
-        """Notes the time of a gradient. The first one is left out, since it includes much that happens only once."""
+        """Notes the time of a gradient.
+
+        The first one is left out, since it includes much that happens only once, unless it is of many minibatches.
+        """
         self._steps += 1
-        if self._steps > 1:
+        if self._steps > 1 or (isinstance(self._plan, JoinedPlan) and self._plan.k >= MANY):
             self._stretch.took(samples, seconds)
 
     async def reach(self, ref: BatchRef) -> None:
