@@ -43,7 +43,12 @@ METHODS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "local SGD": ("local-sgd", "float4", {}, {"lr": 0.03, "look": 1}),
     "DiLoCo": ("diloco", "float4", {}, {"lr": 0.01, "look": 5}),
     "streaming DiLoCo": ("streaming-diloco", "float4", {"delay": 4}, {"lr": 0.01, "look": 5}),
-    "asynchronous DiLoCo": ("async-diloco", "int8", {"delay": PERIOD}, {"lr": 0.003, "look": 20}),
+    "asynchronous DiLoCo": (
+        "async-diloco",
+        "int8",
+        {"delay": PERIOD, "outer_momentum": 0.0},
+        {"lr": 0.01, "look": 20},
+    ),
 }
 """By title: strategy, codec, options, and rate and steps between evaluations."""
 

@@ -4,11 +4,12 @@ A round is B consecutive positions of the epoch's order. Shares only decide whic
 joined batch, the learning rate and the progress of an epoch do not depend on shares, and the mean over the joined
 batch, Σ bᵢgᵢ / Σ bᵢ, is the same sum with other terms.
 
-    rounds of an epoch    0 │ 1 │ 2, 3 │ 4 … 7 │ 8 … 15 │ 16 … 31 │ …      rebalance windows: shares do not change inside
+    rounds of an epoch    0 │ 1 │ 2, 3 │ 4 … 7 │ 8 … 15 │ 16 … 31 │ …    rebalance windows: shares do not change inside
                           before each window workers report the gradients since their previous report
 
-The first ones are short, since a round may be long: local SGD has 20 minibatches or more in one. Windows grow, so that the number of messages is logarithmic. They begin anew in each epoch, so that a machine that has
-become slower is noticed in the next epoch at the latest.
+The first ones are short, since a round may be long: local SGD has 20 minibatches or more in one. Windows grow, so
+that the number of messages is logarithmic. They begin anew in each epoch, so that a machine that has become slower is
+noticed in the next epoch at the latest.
 """
 
 from __future__ import annotations
