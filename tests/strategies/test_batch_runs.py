@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 import gradstream as gs
 from batch_problems import OneProcess, Softmax, naive_lbfgs
-from gradstream.errors import ConfigError, Interrupted
+from gradstream.errors import ConfigError, GradientError, Interrupted
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import PushHeader
@@ -252,11 +252,65 @@ def test_bytes_of_vectors_do_not_depend_on_m() -> None:
     assert few == exchanged(9)
 
 
+INPUTS = np.random.default_rng(0).standard_normal((64, 3))
+
+
+def model_of(gradients: Any, start: Sequence[float] = (0.0, 0.0, 0.0)) -> gs.Model:
+    return gs.from_functions(
+        lambda seed: {"w": np.array(start)}, lambda w, inputs: inputs @ w["w"], gradients, dtype="float64"
+    )
+
+
+def squares(w: Any, inputs: Any, targets: Any) -> tuple[float, Any]:
+    residual = inputs @ w["w"] - targets
+    return float((residual**2).mean()), {"w": 2 * inputs.T @ residual / len(targets)}
+
+
+@pytest.mark.parametrize("strategy", [gs.LBFGS(), gs.strategies.GradientDescent(line_search_fn=None, lr=0.1)])
+@pytest.mark.parametrize("spoilt", [True, False], ids=["a sample is not finite", "no loss"])
+def test_a_method_that_cannot_begin_ends_the_run(strategy: Any, spoilt: bool) -> None:
+    targets = INPUTS @ np.array([1.0, 2.0, 3.0])
+    if spoilt:
+        targets[5] = np.nan
+    model = model_of(squares if spoilt else lambda *at: squares(*at)[1])
+    with pytest.raises(
+        GradientError, match="where the method begins, the loss or the gradient of some samples"
+    ):
+        gs.simulate(model, (INPUTS, targets), strategy=strategy, workers=2, batch_size=16, epochs=5)
+
+
+@pytest.mark.parametrize("batch_size", [64, 8])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("strategy", [gs.LBFGS(), gs.strategies.GradientDescent()], ids=str)
+def test_a_trial_where_the_loss_has_no_value_is_shortened_however_many_portions_it_has(
+    strategy: Any, workers: int, batch_size: int
+) -> None:
+    """Of 10w - log w, which is not a number below 0: the first trial is there."""
+
+    def barrier(at: Any, inputs: Any, targets: Any) -> tuple[float, Any]:
+        w = at["w"]
+        with np.errstate(invalid="ignore"):
+            return float((10 * w - np.log(w)).sum()), {"w": 10 - 1 / w}
+
+    data = INPUTS[:, :2], INPUTS[:, 0]
+    run = gs.simulate(
+        model_of(barrier, (3.0, 0.01)),
+        data,
+        strategy=strategy,
+        workers=workers,
+        batch_size=batch_size,
+        epochs=60,
+    )
+    assert np.allclose(run.parameters["w"], 0.1, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
         ({"optimizer": gs.optim.SGD(lr=0.1)}, "makes its own steps"),
         ({"assignment": "partitions"}, "portions go to whoever is idle"),
+        ({"clip_norm": 0.5}, "clip_norm would clip each portion"),
+        ({"clip_value": 0.5}, "clip_value would clip each portion"),
     ],
 )
 def test_what_a_batch_method_cannot_do_is_refused(options: dict[str, Any], wanted: str) -> None:

@@ -313,6 +313,9 @@ def _check_passes(job: Job, strategy: ServerStrategy, optimizer: Optimizer) -> N
         why = 'assignment="partitions" gives each worker its part of the data, but portions go to whoever is idle'
     elif job.groups:
         why = "parameter groups have rates and weight decay of their own, which a batch method does not apply"
+    elif job.clip_norm is not None or job.clip_value is not None:
+        bound = "clip_value" if job.clip_norm is None else "clip_norm"
+        why = f"{bound} would clip each portion, and the sum of clipped portions is the gradient of no loss"
     elif job.split > 1:
         why = f"split={job.split} gives each part of the model its own shards, and a dot product needs all of them"
     elif job.record:

@@ -12,6 +12,7 @@ The reasons are ends of a sentence, for messages. docs/assumptions.md says the s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from gradstream.coordinator.phases import LossTolerance
@@ -42,7 +43,10 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         survives_worker_loss=not obstacle if rounds and not pairs else plan.strategy.survives_worker_loss,
         quorum=None if served is None else served.quorum(plan.workers),
         allow_lost=plan.job.allow_lost,
-        quarantine_after=plan.job.quarantine_after,
+        # A trial of a line search may lie where the loss has no value, with all portions of a worker.
+        quarantine_after=sys.maxsize
+        if served is not None and served.in_passes
+        else plan.job.quarantine_after,
         obstacle=obstacle,
         redoes=redoes and not obstacle,
         stands_in=rounds and not obstacle and not pairs,

@@ -29,13 +29,14 @@ push each portion, so that a portion can be computed twice; no coordinator proce
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gradstream.data.base import Partitioning
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, GradientError
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.pass_sum import PassSum
@@ -44,6 +45,12 @@ from gradstream.server.procedure import CommandRound, Procedure, Reply, State, S
 from gradstream.strategies.api import Server, ServerWorker
 from gradstream.strategies.base import ServerStrategy
 from gradstream.wire import v1
+
+_NO_BEGINNING = (
+    "strategy={}: where the method begins, the loss or the gradient of some samples is not finite, or the model gives "
+    'no loss. A batch method needs both, of all samples: take the samples out of the data (with non_finite="error" the '
+    "run ends with the name of their minibatch), or give the model a loss. No parameter was changed"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +109,16 @@ class BatchMethod(ServerStrategy):
         return EveryPortion(reduction)
 
     async def train(self, worker: ServerWorker) -> None:
-        """The client: computes portions, and carries out the method's steps between two passes."""
+        """The client: computes portions, and carries out the method's steps between two passes.
+
+        Raises:
+            GradientError: the loss or the gradient where the method begins is not finite, or the model has no loss.
+        """
         run, fetched, told = ProcedureRun(self, worker.server), -1, False
         async for batch in worker.batches():
             if not await run.reach(batch.epoch):
+                if not math.isfinite(run.state["loss"]):
+                    raise GradientError(_NO_BEGINNING.format(type(self).__name__))
                 if not told:
                     worker.converged(run.state["done"], run.state["loss"])
                     told = True
