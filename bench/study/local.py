@@ -6,6 +6,7 @@ All have minibatches of 4 samples. With W workers an epoch has 4,500 / 4W miniba
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from study.methods import BATCH, SAMPLES, Method
@@ -53,11 +54,18 @@ def joined(workers: int, codec: str = "") -> Method:
     return Method(f"allreduce-{codec or 'none'}-{workers}", title, "allreduce", workers=workers, codec=codec)
 
 
+def most_minibatches(workers: int) -> int:
+    """Of each worker, in an epoch."""
+    return SAMPLES // (workers * BATCH)
+
+
 def _methods(workers: int) -> tuple[Method, ...]:
     found = [joined(workers), *(joined(workers, codec) for codec in CODECS)]
     for kind in KINDS:
-        for period in PERIODS:
+        for before, period in pairwise((0, *PERIODS)):
             if kind == "streaming" and period < 5:  # has four fragments
+                continue
+            if KINDS[kind][1] in GROUPS and before >= most_minibatches(workers):  # rounds end with the epoch
                 continue
             found.append(local(kind, workers, period))
     return tuple(found)
@@ -67,8 +75,3 @@ SCENES = tuple(
     Scene(f"local-{workers}", f"{workers} workers", _methods(workers), epochs=5.0, looks=8)
     for workers in COUNTS
 )
-
-
-def most_minibatches(workers: int) -> int:
-    """Of each worker, in an epoch."""
-    return SAMPLES // (workers * BATCH)
