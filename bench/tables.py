@@ -492,7 +492,7 @@ def codecs() -> Places:
     peers = ", ".join(f"{name} {speed:.2g}" for name, speed in record["torch_gb_s"].items())
     state = f"Medians of {record['repeats']}, one thread {where(record)}. Beside them: {peers}."
     places = {"codec-speed": f"{table(head, rows)}\n\n{state}"}
-    return {**places, **slow_links(), **_link_bytes()}
+    return {**places, **slow_links(), **_link_bytes(), **_uneven_links()}
 
 
 def _link_bytes() -> Places:
@@ -521,6 +521,23 @@ PEERS = ("torch", "hivemind")
 
 TimesTo = dict[tuple[str, str], list[Record]]
 """By task and method: a row for each seed."""
+
+
+def _uneven_links() -> Places:
+    record = recorded("uneven-links")
+    titles = {
+        "slow": "a quarter of the speed",
+        "cut": "cut off for 30 s",
+        "leaves": "leaves",
+        "joins": "joins",
+    }
+    lines = []
+    for name, row in record["rows"].items():
+        equal = row["equal, seconds"]["mean"]
+        times = [f"{row[one]['mean']:.2f} ± {row[one]['deviation']:.2f}" for one in titles]
+        lines.append([name, f"{equal:.0f} s", *times])
+    text = table(["one machine of four", "as the others", *titles.values()], lines)
+    return {"uneven-links": f"{text}\n\nMeans and deviations of 5 seeds, {record['date'][:10]}."}
 
 
 def slow_links() -> Places:
