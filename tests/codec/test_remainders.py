@@ -92,6 +92,29 @@ def test_what_begins_anew_is_said_and_the_run_goes_on(options: dict[str, Any], s
     assert trained(storage=storage, resume=True, **options).summary["samples_accounted"] == 4 * 48
 
 
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "says"),
+    [
+        (gs.LocalSGD(every=2), gs.optim.SGD(0.05, momentum=0.9), "momentum_buffer of each worker's own SGD"),
+        (gs.DiLoCo(every=2), gs.optim.SGD(0.05, momentum=0.9), "momentum_buffer of each worker's own SGD"),
+        (gs.LocalSGD(every=2), gs.optim.SGD(0.05), ""),
+        (gs.Synchronous(), gs.optim.SGD(0.05, momentum=0.9), ""),
+        (gs.AllReduce(), gs.optim.SGD(0.05, momentum=0.9), ""),
+    ],
+    ids=str,
+)
+def test_state_of_inner_optimizers_begins_anew(strategy: Any, optimizer: Any, says: str) -> None:
+    storage = MemoryStorage()
+    given = {"strategy": strategy, "optimizer": optimizer}
+    stopped(storage, 0.02, **given)
+    found = to_resume(storage, unexpected)
+    assert found is not None
+    model, data = gs.from_torch(net, nn.functional.cross_entropy), gs.from_arrays(INPUTS, TARGETS)
+    job = gs.Job(model, data, workers=2, epochs=4, **given)
+    sentence = begins_anew(plan_run(job, "run", resume=Resume.at(*found)))
+    assert (says in sentence and "in no checkpoint" in sentence) if says else sentence == ""
+
+
 def test_a_phase_of_the_same_codec_and_strategy_goes_on() -> None:
     phases = [gs.Phase(epochs=2), gs.Phase(epochs=2)]
     assert same(trained(codec="int8"), trained(codec="int8", epochs=None, phases=phases))

@@ -106,8 +106,11 @@ def main(argv: list[str]) -> None:
     path, checkpoint, rank, size, folder = argv
     run, _ = reopen(Path(path), checkpoint=checkpoint or None)
     meet(Path(folder), int(rank), int(size))
-    for _ in _share(run):
-        pass
+    try:
+        for _ in _share(run):
+            pass
+    finally:
+        dist.destroy_process_group()  # its threads would end the process with std::terminate
 
 
 if __name__ == "__main__":

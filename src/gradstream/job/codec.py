@@ -50,7 +50,7 @@ def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec
     else:
         why = _why_not_pushed(job, strategy, codec)
     if why:
-        raise ConfigError(f"codec={codec}: {why}")
+        raise ConfigError(f"codec={job.codec!r}: {why}")
 
 
 def check_fetch_codec(job: Job, strategy: Strategy) -> None:

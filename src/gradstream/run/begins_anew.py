@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.run.plan import RunPlan, worker_name
+from gradstream.strategies.base import GroupStrategy, ServerStrategy
 
 
 def begins_anew(plan: RunPlan) -> str:
@@ -15,6 +16,8 @@ def begins_anew(plan: RunPlan) -> str:
 
 def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
     new = ", ".join(name for name in map(worker_name, range(plan.workers)) if name not in resume.steps)
+    if kept := _on_workers(plan):
+        yield f"{kept} of each worker's own {type(plan.optimizer).__name__} begins anew: it is in no checkpoint"
     if resume.remainders and plan.remainders != resume.remainders:
         now = f"this run has {plan.remainders or 'nothing of that kind'}"
         yield f"what workers had not sent yet is dropped: it was {resume.remainders}; {now}"
@@ -30,3 +33,13 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
         yield f"predictors of the checkpoint are not used: they were of {resume.predictors}; {now}"
     elif resume.predictors and new:
         yield f"predictors of new workers begin at zero: {new}"
+
+
+def _on_workers(plan: RunPlan) -> str:
+    """State of the run's optimizer that no checkpoint has: of workers that make steps of their own; "" if none."""
+    strategy = plan.strategy
+    if isinstance(strategy, GroupStrategy):
+        steps_alone = strategy.outer_rule() is not None
+    else:
+        steps_alone = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients"
+    return ", ".join(plan.optimizer.state_names) if steps_alone else ""

@@ -98,6 +98,8 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
             raise DataError(f"{path} has no parameters: all of its checkpoints are damaged:{named}")
         for error in damaged:
             warnings.warn(f"{error}; the one before is used", stacklevel=2)
+        if found is None and not (path / "run.json").is_file():
+            raise ConfigError(f"{path} is not a run directory: it has no run.json")
         if found is None:
             raise ConfigError(
                 f"{path} has no parameters: the run did not finish, and it has no checkpoint; run the job again, with "

@@ -8,6 +8,9 @@ import click
 
 from gradstream.cli.options import json_option
 
+PLOTS = (".png", ".svg", ".pdf")
+"""Endings of files that it draws."""
+
 
 @click.command()
 @click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True)
@@ -35,7 +38,12 @@ def surface(runs: tuple[Path, ...], points: int | None, workers: int, output: Pa
     from gradstream.analysis.ranks import full_loss, parameters_of
     from gradstream.analysis.surface import surface as measure
     from gradstream.cli.report import print_rows
+    from gradstream.errors import ConfigError
 
+    if output.suffix.lower() not in PLOTS:
+        raise ConfigError(f"--output {output}: expected a file whose name ends with {', '.join(PLOTS)}")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
     with full_loss(runs[0], workers=workers) as loss:
         if loss is None:  # another rank of torchrun
             return

@@ -119,7 +119,9 @@ def _come_back(
     give_up_s = None
     while give_up_s is None or time.monotonic() < give_up_s:
         if give_up_s is None:
-            on_note(f"{cut_off.__cause__}; the nodes here have ended. Trying to come back for {wait_s:g} s")
+            on_note(
+                f"{cut_off.__cause__}; the nodes here have ended. Trying to come back, for {wait_s:g} s at most"
+            )
             give_up_s = time.monotonic() + wait_s
         try:
             reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
