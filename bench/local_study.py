@@ -26,7 +26,7 @@ from study.local import CODECS, COUNTS, KINDS, PERIODS, SCENES, joined, local
 from study.runs import Key, row_of
 from study.subject import TRAIN_SAMPLES
 
-PAGE = ROOT / "docs" / "codecs.md"
+PAGE = ROOT / "docs" / "strategies" / "local-study.md"
 BUDGETS_MB = (0.3, 1.0, 3.0, 10.0, 30.0)
 """Bytes of a worker, sent and received, that accuracies are compared at."""
 
@@ -56,11 +56,19 @@ def main() -> None:
     record = {"question": (__doc__ or "").splitlines()[0], **origin(), "runs": len(rows)}
     record |= {"scenes": {scene.name: findings(scene, rows) for scene in SCENES}}
     (RESULTS / "local-study.json").write_text(json.dumps(record, indent=1) + "\n")
-    places = tables(record)
-    for place, text in places.items():
-        print(f"\n{place}\n{text}")
-    if all(f"<!-- begin: {place} -->" in PAGE.read_text() for place in places):
-        put(PAGE, places)
+    put(PAGE, {**tables(record), "local-study-state": state(rows)})
+
+
+def state(rows: ledger.Rows) -> str:
+    """How far the study is, and where it was made."""
+    whole = "Not all is there yet:" if ledger.due(SCENES, rows, ()) else "All"
+    hours, made = sum(row["cpu_s"] for row in rows.values()) / 3600, origin()
+    machine = made["machine"]
+    commits = ", ".join(sorted({str(row["commit"])[:12] for row in rows.values()}))
+    return (
+        f"{whole} {len(rows):,} runs, {hours:.1f} hours of a core, {made['date'][:10]}, on {machine['cores']} cores of an "
+        f"{machine['processor']}, commits {commits}."
+    )
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
