@@ -161,10 +161,10 @@ def job(update="atomic", workers=2, epochs=3):
     )
 
 def short_lock():
-    return job("short_lock", epochs=10)
+    return job("short_lock", epochs=40)
 
 def round_robin():
-    return job("round_robin", epochs=10)
+    return job("round_robin", epochs=40)
 
 def alone():
     return job("component_locks", workers=1)
@@ -253,7 +253,7 @@ def test_a_killed_worker_stops_nobody_and_leaves_no_memory_behind(
     run = train(f"{job_file}:{update}", tmp_path / "run", warm, on_event=killer)
     killer.bury()
     assert run.summary["workers_lost"] == ["worker-1"]
-    assert run.summary["samples_accounted"] == 10 * 3000
+    assert run.summary["samples_accounted"] == 40 * 3000  # so long that the run outlasts events that come late
     start, end = objectives(run)
     assert end < 0.5 * start
     check_nothing_is_left(warm, before)
