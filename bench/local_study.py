@@ -66,8 +66,8 @@ def state(rows: ledger.Rows) -> str:
     machine = made["machine"]
     commits = ", ".join(sorted({str(row["commit"])[:12] for row in rows.values()}))
     return (
-        f"{whole} {len(rows):,} runs, {hours:.1f} hours of a core, {made['date'][:10]}, on {machine['cores']} cores of an "
-        f"{machine['processor']}, commits {commits}."
+        f"{whole} {len(rows):,} runs, {hours:.1f} hours of a core, {made['date'][:10]}, on {machine['cores']} cores "
+        f"of an {machine['processor']}, commits {commits}."
     )
 
 
