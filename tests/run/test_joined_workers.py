@@ -135,7 +135,7 @@ def test_a_machine_tries_to_come_back_until_there_is_no_launcher(monkeypatch: py
         nobody = Address("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(PeerLostError) as caught:
         come_back(nobody, [], notes)
-    assert caught.value is SAID and "Trying to come back for 60 s" in notes[0]
+    assert caught.value is SAID and "Trying to come back, for 60 s at most" in notes[0]
     monkeypatch.setattr("gradstream.run.remote.join.AGAIN_S", 0.0)
     monkeypatch.setattr("gradstream.run.remote.join.reach", lambda *_, **__: None)
     early, silent = JoinRefusedError("launcher", "NOT_MEMBER", "not yet"), DeadlineError("launcher", "silent")
