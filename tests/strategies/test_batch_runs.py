@@ -268,7 +268,8 @@ def squares(w: Any, inputs: Any, targets: Any) -> tuple[float, Any]:
 
 @pytest.mark.parametrize("strategy", [gs.LBFGS(), gs.strategies.GradientDescent(line_search_fn=None, lr=0.1)])
 @pytest.mark.parametrize("spoilt", [True, False], ids=["a sample is not finite", "no loss"])
-def test_a_method_that_cannot_begin_ends_the_run(strategy: Any, spoilt: bool) -> None:
+@pytest.mark.parametrize("epochs", [2, 5])
+def test_a_method_that_cannot_begin_ends_the_run(strategy: Any, spoilt: bool, epochs: int) -> None:
     targets = INPUTS @ np.array([1.0, 2.0, 3.0])
     if spoilt:
         targets[5] = np.nan
@@ -276,7 +277,7 @@ def test_a_method_that_cannot_begin_ends_the_run(strategy: Any, spoilt: bool) ->
     with pytest.raises(
         GradientError, match="where the method begins, the loss or the gradient of some samples"
     ):
-        gs.simulate(model, (INPUTS, targets), strategy=strategy, workers=2, batch_size=16, epochs=5)
+        gs.simulate(model, (INPUTS, targets), strategy=strategy, workers=2, batch_size=16, epochs=epochs)
 
 
 @pytest.mark.parametrize("batch_size", [64, 8])

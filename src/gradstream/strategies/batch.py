@@ -117,8 +117,7 @@ class BatchMethod(ServerStrategy):
         run, fetched, told = ProcedureRun(self, worker.server), -1, False
         async for batch in worker.batches():
             if not await run.reach(batch.epoch):
-                if not math.isfinite(run.state["loss"]):
-                    raise GradientError(_NO_BEGINNING.format(type(self).__name__))
+                self._check_beginning(run.state)
                 if not told:
                     worker.converged(run.state["done"], run.state["loss"])
                     told = True
@@ -130,6 +129,11 @@ class BatchMethod(ServerStrategy):
             await worker.server.push_soon(await worker.portion(worker.gradient_soon(batch)))
         await worker.server.flush()
         await run.finish()
+        self._check_beginning(run.state)
+
+    def _check_beginning(self, state: State) -> None:
+        if state["done"] and not math.isfinite(state["loss"]):
+            raise GradientError(_NO_BEGINNING.format(type(self).__name__))
 
 
 class ProcedureRun:
