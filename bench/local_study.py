@@ -23,6 +23,7 @@ from records import RESULTS, ROOT, command_line, origin
 from study import ledger
 from study.findings import findings
 from study.local import CODECS, COUNTS, KINDS, PERIODS, SCENES, joined, local
+from study.page import state
 from study.runs import Key, row_of
 from study.subject import TRAIN_SAMPLES
 
@@ -54,21 +55,14 @@ def main() -> None:
         ledger.work_off(next_due, work, path, processes=given.processes)
     rows = ledger.read_rows(path)
     record = {"question": (__doc__ or "").splitlines()[0], **origin(), "runs": len(rows)}
+    record |= {
+        "commits": sorted({str(row["commit"])[:12] for row in rows.values()}),
+        "hours": round(sum(row["cpu_s"] for row in rows.values()) / 3600, 1),
+        "complete": ledger.due(SCENES, rows, ()) is None,
+    }
     record |= {"scenes": {scene.name: findings(scene, rows) for scene in SCENES}}
     (RESULTS / "local-study.json").write_text(json.dumps(record, indent=1) + "\n")
-    put(PAGE, {**tables(record), "local-study-state": state(rows)})
-
-
-def state(rows: ledger.Rows) -> str:
-    """How far the study is, and where it was made."""
-    whole = "Not all is there yet:" if ledger.due(SCENES, rows, ()) else "All"
-    hours, made = sum(row["cpu_s"] for row in rows.values()) / 3600, origin()
-    machine = made["machine"]
-    commits = ", ".join(sorted({str(row["commit"])[:12] for row in rows.values()}))
-    return (
-        f"{whole} {len(rows):,} runs, {hours:.1f} hours of a core, {made['date'][:10]}, on {machine['cores']} cores "
-        f"of an {machine['processor']}, commits {commits}."
-    )
+    put(PAGE, {**tables(record), "local-study-state": state(record)})
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:

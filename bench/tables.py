@@ -524,6 +524,7 @@ TimesTo = dict[tuple[str, str], list[Record]]
 
 
 def _uneven_links() -> Places:
+    """Times with one machine that is another way, over those that the machines' speeds allow."""
     record = recorded("uneven-links")
     titles = {
         "slow": "a quarter of the speed",
@@ -537,7 +538,8 @@ def _uneven_links() -> Places:
         times = [f"{row[one]['mean']:.2f} ± {row[one]['deviation']:.2f}" for one in titles]
         lines.append([name, f"{equal:.0f} s", *times])
     text = table(["one machine of four", "as the others", *titles.values()], lines)
-    return {"uneven-links": f"{text}\n\nMeans and deviations of 5 seeds, {record['date'][:10]}."}
+    seeds = len(next(iter(record["rows"].values()))["slow"]["all"])
+    return {"uneven-links": f"{text}\n\nMeans and deviations of {seeds} seeds, {record['date'][:10]}."}
 
 
 def slow_links() -> Places:

@@ -38,7 +38,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     scenes, target = {name: _begun(scene) for name, scene in record["scenes"].items()}, record["target"]
     equal = scenes["equal"]
     study = {
-        "state": _state(record),
+        "state": state(record),
         "accuracy": _accuracy(equal, "synchronous"),
         "clock": _by_clock(equal),
         "time": _time(equal["units"], target),
@@ -57,7 +57,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         pages[page] = {"study": _own(there, target)}
     if "figure-5" in scenes:
         pages["distbelief"] = {
-            "state": _state(record),
+            "state": state(record),
             "figure-4": _figure_4(scenes["figure-4"]["units"]),
             "figure-5": _figure_5(scenes["figure-5"]["units"], target),
         }
@@ -78,9 +78,10 @@ def _together(scenes: Mapping[str, Any], *names: str) -> Units:
     return {name: one for scene in names if scene in scenes for name, one in scenes[scene]["units"].items()}
 
 
-def _state(record: Mapping[str, Any]) -> str:
+def state(record: Mapping[str, Any]) -> str:
     """How far a study is, and where it was made."""
-    machine = record["machine"]["machine"]
+    machine = record["machine"]
+    machine = machine.get("machine", machine)
     whole = "All" if record["complete"] else "Not all is there yet:"
     commits = ", ".join(record["commits"])
     return (

@@ -178,7 +178,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "run0", folder / "run1"]
 
 
-def test_two_processes_find_what_one_finds(runs: list[Path]) -> None:
+def test_two_processes_find_what_one_finds(runs: list[Path], capfd: pytest.CaptureFixture[str]) -> None:
     one, two = (
         CliRunner().invoke(main, ["sharpness", str(runs[0]), "--json", "--workers", number])
         for number in ("1", "2")
@@ -187,6 +187,9 @@ def test_two_processes_find_what_one_finds(runs: list[Path]) -> None:
     assert [found["epsilon"] for found in first] == [1e-3, 5e-4]
     for a, b in zip(first, second, strict=True):
         assert b["value"] == pytest.approx(a["value"], rel=1e-3) and a["value"] > 0
+    assert (
+        "terminate called" not in capfd.readouterr().err
+    )  # of the second process, which ends beside the first
 
 
 def test_the_command_draws_a_line(runs: list[Path], tmp_path: Path) -> None:

@@ -61,6 +61,12 @@ def test_it_says_when_a_worker_is_slow(spread: float, says: bool) -> None:
     assert ('on the slowest worker (10 times the fastest\'s: see shares="measured")' in measured) is says
 
 
+def test_an_epochs_minibatches_are_read_from_the_run() -> None:
+    links = links_of(run_of(1, "allreduce").events)
+    assert links is not None and (links.epoch, links.advice().every <= 20) == (1280 // 4 // 16, True)
+    assert dataclasses.replace(links, epoch=None).advice().every > 20
+
+
 def test_no_codec_is_advised_where_all_would_be_refused() -> None:
     double = dataclasses.replace(MB, itemsize=8)
     assert {double.encoded_s(codec) for codec in ("int8", "float4", "one-bit")} == {float("inf")}

@@ -75,6 +75,13 @@ def test_slow_links_become_local_sgd_that_hardly_waits() -> None:
     assert run.summary["links"] is None  # the seconds of a round are not those of a minibatch
 
 
+def test_no_round_is_longer_than_a_data_epoch() -> None:
+    """40 minibatches; without that bound the period would be longer at this speed."""
+    why = chosen(run_of(0.5, epochs=3))[1][1]
+    every = int(why.partition("local SGD every ")[2].split()[0])
+    assert 20 < every <= SAMPLES // 4 // 16 and not why.endswith("waits nothing for each")
+
+
 def test_on_quick_links_allreduce_goes_on() -> None:
     run = run_of(10_000)
     assert [strategy for strategy, _ in chosen(run)] == ["allreduce", "allreduce"]
