@@ -89,8 +89,6 @@ def _why_not_pushed(job: Job, strategy: ServerStrategy, codec: Codec | PowerSGD)
             f"{name} pushes whole parameters, of which a codec would keep a few digits; take strategy='diloco', which "
             "pushes how far they have come"
         )
-    if strategy.in_passes:
-        return f"{name} needs the exact sum over all samples; leave codec out"
     if strategy.rows(False) is not None:
         return f"{name} sends significant rows alone; leave significance or codec out"
     if strategy.correction() is not None:

@@ -82,7 +82,12 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
     strategy = find_strategy(made.strategy, made.strategy_options)
     if phase.servers is None and not isinstance(strategy, ServerStrategy):
         made = dataclasses.replace(made, servers=None)
-    if isinstance(strategy, ServerStrategy) and strategy.in_passes:
+    if strategy.in_passes:
+        if phase.theta is not None:
+            raise ConfigError(
+                f"{where}: variance_test and noise_multiple make the batches of a step grow, and each step of "
+                f"{type(strategy).__name__} has all samples; leave them out"
+            )
         if phase.optimizer is None:
             made = dataclasses.replace(
                 made, optimizer=None

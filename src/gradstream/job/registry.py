@@ -106,6 +106,8 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 
 def name_of(value: object) -> str:
     """The name of a built-in strategy or update rule; of other classes their own, in lower case."""
+    if title := getattr(value, "title", ""):
+        return str(title)
     place = f"{type(value).__module__}:{type(value).__qualname__}"
     known = {there: name for family in FAMILIES.values() for name, there in family.items()}
     return known.get(place, type(value).__name__.lower())

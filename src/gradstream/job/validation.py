@@ -144,7 +144,7 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     _check_drive(job, strategy)
     if isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients":
         Outer(strategy.outer_optimizer(optimizer))
-    if isinstance(strategy, ServerStrategy) and strategy.in_passes:
+    if strategy.in_passes:
         _check_passes(job, strategy, optimizer)
     if isinstance(strategy, SharedMemoryStrategy):
         _check_shared(job, strategy, optimizer)
@@ -301,10 +301,14 @@ def _check_acknowledged(job: Job, strategy: Strategy) -> None:
     raise ConfigError(f"acknowledge={job.acknowledge!r}: {why}; leave acknowledge out")
 
 
-def _check_passes(job: Job, strategy: ServerStrategy, optimizer: Optimizer) -> None:
+def _check_passes(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Raises where a data epoch cannot be a pass, whose portions any worker may compute."""
-    strategy.outer_optimizer(optimizer)
-    name = type(strategy).__name__
+    name = strategy.title or type(strategy).__name__
+    if optimizer != strategy.optimizer():
+        raise ConfigError(
+            f"optimizer={optimizer}: {name} makes its own steps from the gradient of all samples; leave optimizer out, "
+            "and give weight decay as a term of the loss"
+        )
     if is_open_ended(job):
         why = "the training loop is your own, and nobody else can compute its portions"
     elif job.data.num_samples is None:
@@ -320,6 +324,10 @@ def _check_passes(job: Job, strategy: ServerStrategy, optimizer: Optimizer) -> N
         why = f"split={job.split} gives each part of the model its own shards, and a dot product needs all of them"
     elif job.record:
         why = "a recording does not have the commands of a batch method"
+    elif job.noise_scale:
+        why = "noise_scale=True measures the gradients of minibatches, of which a batch method makes no step"
+    elif job.codec is not None:
+        why = f"codec={job.codec!r} changes what is sent, and a line search needs the exact sum over all samples"
     else:
         return
     raise ConfigError(f"strategy={name}: {why}; leave one of the two out")

@@ -53,11 +53,11 @@ def effective(plan: RunPlan) -> list[Entry]:
         else:
             inner = default if isinstance(default, Mapping) else {}
             entries += [entry(f"{name}.{key}", part, inner.get(key)) for key, part in value.items()]
-    used_by_all = {"strategy": plan.strategy, "optimizer": plan.optimizer}
-    if plan.whole is not None:
-        used_by_all = {"strategy": find_strategy(job.strategy, job.strategy_options)}
-        if job.optimizer is not None:
-            used_by_all["optimizer"] = find_optimizer(job.optimizer)
+    used_by_all: dict[str, object] = {"strategy": find_strategy(job.strategy, job.strategy_options)}
+    if plan.whole is None:
+        used_by_all["optimizer"] = plan.optimizer
+    elif job.optimizer is not None:
+        used_by_all["optimizer"] = find_optimizer(job.optimizer)
     for name, used in used_by_all.items():
         described, asked = describe(used), getattr(job, name)
         origin = job.origins.get(name) or ("default" if asked in (None, defaults.get(name)) else own)

@@ -44,9 +44,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         quorum=None if served is None else served.quorum(plan.workers),
         allow_lost=plan.job.allow_lost,
         # A trial of a line search may lie where the loss has no value, with all portions of a worker.
-        quarantine_after=sys.maxsize
-        if served is not None and served.in_passes
-        else plan.job.quarantine_after,
+        quarantine_after=sys.maxsize if plan.strategy.in_passes else plan.job.quarantine_after,
         obstacle=obstacle,
         redoes=redoes and not obstacle,
         stands_in=rounds and not obstacle and not pairs,

@@ -79,14 +79,14 @@ class NodeSpec:
             plan: plan of the run.
             run_dir, earlier, trial, per_machine, meeting: see the class.
         """
-        job, phased = plan.whole or plan.job, plan.whole is not None
+        job = plan.whole or plan.job
         return cls(
             id=plan.id,
             job=job.data.job if is_script(job) else job.spec or "",  # type: ignore[attr-defined]
             earlier=tuple(map(str, earlier)),
             run_dir=str(run_dir),
             plain=overrides(job),
-            strategy=describe(find_strategy(job.strategy, job.strategy_options) if phased else plan.strategy),
+            strategy=describe(find_strategy(job.strategy, job.strategy_options)),
             optimizer=_optimizer_of(plan, job),
             resume=None if plan.resume is None else plan.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",

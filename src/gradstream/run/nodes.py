@@ -38,11 +38,11 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, build_model
-from gradstream.job.registry import describe, name_of, optimizer_of_text
+from gradstream.job.registry import name_of, optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
-from gradstream.optim.merge import Outer, Replace
+from gradstream.optim.merge import Replace
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import STREAMING, make_schedule
 from gradstream.pipeline.synthetic import SyntheticGradients
@@ -198,7 +198,7 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         servers=plan.servers_of_part,
         num_samples=started.num_samples,
         software=__version__,
-        rule=_rule_name(plan),
+        rule=plan.rule_name,
         phase=plan.phase,
         predictors=plan.predictors,
         remainders=plan.remainders,
@@ -213,15 +213,9 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
     )
 
 
-def _rule_name(plan: RunPlan) -> str:
-    """The class of the rule whose state vectors a checkpoint of the run has."""
-    rule = plan.shards_optimizer
-    return describe(rule.rule if isinstance(rule, Outer) else rule)["class"] or type(rule).__qualname__
-
-
 def restores_state(plan: RunPlan) -> bool:
     """Whether the optimizer state of the checkpoint is that of the plan's rule, and not of another phase's."""
-    return plan.resume is None or plan.whole is None or plan.resume.rule == _rule_name(plan)
+    return plan.resume is None or plan.whole is None or plan.resume.rule == plan.rule_name
 
 
 def renumbered(plan: RunPlan) -> int | None:

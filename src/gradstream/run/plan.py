@@ -31,13 +31,14 @@ from gradstream.errors import ConfigError
 from gradstream.job.codec import check_codec, check_fetch_codec
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
-from gradstream.job.registry import find_codec, find_function, find_optimizer, find_strategy
+from gradstream.job.registry import describe, find_codec, find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_micro_batches, check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
+from gradstream.optim.pass_sum import PassSum
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import (
@@ -157,6 +158,15 @@ class RunPlan:
             return ""
         who = f"{type(self.strategy).__name__}{' with delay' if delayed else ''}"
         return f"{self.codec if keeps else 'no codec'} of {who}, {self.parts} parts"
+
+    @property
+    def rule_name(self) -> str:
+        """Names the state that a checkpoint of the run has: of which update rule, and of which batch method."""
+        rule = self.shards_optimizer
+        name = describe(rule.rule if isinstance(rule, Outer) else rule)["class"] or type(rule).__qualname__
+        if isinstance(rule, PassSum):
+            name += f" of {self.strategy.title or type(self.strategy).__name__} ({', '.join(rule.vectors)})"
+        return name
 
     @property
     def replicas(self) -> str:
@@ -477,7 +487,7 @@ def _plan_job(
     if resume is not None:
         check_resumed(job, resume)
     policy = _policy_of(job)
-    strategy = find_strategy(job.strategy, job.strategy_options)
+    strategy = _strategy_of(job)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     if of is not None:
         optimizer = rate_of_phase(*of, optimizer)
@@ -503,6 +513,8 @@ def _plan_job(
         policy=policy if keeps else None,
         resume=resume,
     )
+    if resume is not None and (of is None or (of[1].number == resume.phase.number and not resume.phase.over)):
+        _check_procedure(plan, resume)
     plan.ledger()
     if job.micro_batches > 1:
         check_micro_batches(job, getattr(plan.batch_plan(), "batch_sizes", ()))  # a stream does not know
@@ -516,6 +528,25 @@ def _plan_job(
                 "from gradstream.server.aggregation.AggregationRule"
             )
     return plan
+
+
+def _check_procedure(plan: RunPlan, resume: Resume) -> None:
+    """Raises ConfigError where a batch method would go on in the middle of what another one has begun."""
+    rule = plan.rule_name
+    if plan.strategy.in_passes and resume.rule != rule:
+        raise ConfigError(
+            f"the checkpoint {resume.folder} has the state of {resume.rule or 'no batch method'}, and the run would go "
+            f"on with {rule}: resume it with the strategy and the vectors that it had, with servers or without as "
+            "before; or begin a new run, and give it these parameters"
+        )
+
+
+def _strategy_of(job: Job) -> Strategy:
+    """The job's strategy; with `servers=0` in a group of workers, where there is such a form of it."""
+    found = find_strategy(job.strategy, job.strategy_options)
+    if job.servers == 0 and isinstance(found, ServerStrategy):
+        return found.in_group() or found
+    return found
 
 
 def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | None:

@@ -21,6 +21,9 @@ from gradstream.wire import v1
 SUM, LOW = "sum", "low"
 """Vectors of a pass: the sum of the portions' gradients as it is rounded, and the sum of what rounding has lost."""
 
+ACCEPTED = "x"
+"""The vector with the last iterate that the method has accepted. The parameters may be those of a trial meanwhile."""
+
 State = dict[str, Any]
 """Where a procedure is between two iterations: values that JSON can hold. `done` says why it has ended; "" before."""
 
@@ -99,7 +102,7 @@ Steps = Generator[CommandRound, Reply, State]
 
 
 class Procedure(Protocol):
-    """A method as a sequence of iterations."""
+    """A method as a sequence of iterations. The first one ends when `ACCEPTED` has the initial parameters."""
 
     def begin(self) -> State:
         """The state before the first iteration."""
@@ -108,6 +111,54 @@ class Procedure(Protocol):
     def iteration(self, state: State) -> Steps:
         """One iteration: yields rounds, gets their replies, and returns the next state. Does not change `state`."""
         ...
+
+
+class Execution:
+    """A procedure between two rounds: it can be written down at each, and read again.
+
+    Args:
+        procedure: the method.
+        state: state before the present iteration.
+        replies: replies to the rounds of that iteration so far.
+
+    Attributes:
+        state, replies: see above.
+        round: the round that has no reply yet; None when the procedure has ended.
+    """
+
+    def __init__(self, procedure: Procedure, state: State, replies: Sequence[Reply] = ()) -> None:
+        self._procedure = procedure
+        self._begin(state)
+        for reply in replies:
+            self.answer(reply)
+
+    def _begin(self, state: State) -> None:
+        self.state, self.replies = state, list[Reply]()
+        self.round: CommandRound | None = None
+        if not state["done"]:
+            self._steps = self._procedure.iteration(state)
+            self.round = next(self._steps)
+
+    def answer(self, reply: Reply) -> None:
+        """Takes the reply to `round`, and goes on to the next one, of the same iteration or another."""
+        self.replies.append(reply)
+        try:
+            self.round = self._steps.send(reply)
+        except StopIteration as stop:
+            self._begin(stop.value)
+
+    @property
+    def record(self) -> list[Any]:
+        """State and replies, as JSON can hold them."""
+        return [self.state, [[list(one.scalars), one.loss, one.samples] for one in self.replies]]
+
+    @classmethod
+    def recorded(cls, procedure: Procedure, record: Sequence[Any]) -> Execution:
+        """Reads a `record`."""
+        state, replies = record
+        return cls(
+            procedure, state, [Reply(tuple(scalars), loss, samples) for scalars, loss, samples in replies]
+        )
 
 
 def dot(x: str, y: str) -> v1.Command:
@@ -143,3 +194,11 @@ def zero(out: str) -> v1.Command:
 def combine(out: str, terms: Sequence[tuple[float, str]]) -> list[v1.Command]:
     """Out ← Σ alpha·x, where no x is `out`."""
     return [zero(out), *(add(out, alpha, x) for alpha, x in terms)]
+
+
+def swap_accepted(vectors: dict[str, Any]) -> None:
+    """Swaps the parameters "" and `ACCEPTED`, by name: a checkpoint has the accepted iterate as its parameters.
+
+    So what begins with these parameters, another phase for one, does not begin with a trial.
+    """
+    vectors[""], vectors[ACCEPTED] = vectors[ACCEPTED], vectors[""]

@@ -123,6 +123,8 @@ class Peers(Protocol):
     All of them call the same methods in the same order.
     """
 
+    note: bytes  # what a strategy keeps from round to round besides vectors, the same on all workers; b"" at first
+
     @property
     def sharded(self) -> bool:
         """Whether each worker updates its own slices alone: as the strategy says, or as the group decides."""
@@ -159,6 +161,28 @@ class Peers(Protocol):
 
     async def all_gather(self) -> None:
         """Sends every worker's slices of the parameters to all workers; afterwards each has all parameters."""
+        ...
+
+    async def total_loss(self, gradient: Gradient) -> float:
+        """Sum of the losses of all samples in this round; infinite where a loss or a gradient is not finite.
+
+        Waits for the workers. Call it before `update`, and put what comes of it into `note` after `update`: checkpoints
+        and workers that join between two rounds then have both of the same round.
+        """
+        ...
+
+    async def command(self, commands: Sequence[v1.Command]) -> Sequence[float]:
+        """Carries out commands on this worker's vectors: "" has the parameters, others the update rule's state.
+
+        All workers give the same commands between the same two rounds. Not with `sharded`.
+
+        Returns:
+            The dot products, in order.
+        """
+        ...
+
+    async def leave_out(self, batch: Minibatch) -> None:
+        """Ends a round in which no worker computes anything: the minibatch counts as done. Waits for the workers."""
         ...
 
 
@@ -208,6 +232,14 @@ class Worker(Protocol):
         """Starts computing a gradient: the mean or the sum over samples, by the model's `reduction`."""
         ...
 
+    async def converged(self, reason: str, loss: float) -> None:
+        """Tells the coordinator that the method has ended, which ends the run, or this phase of it.
+
+        Returns when the coordinator wants workers to stop after a minibatch. That may be for a checkpoint alone: a
+        worker that gets another minibatch leaves it out, and calls this again.
+        """
+        ...
+
 
 class GroupWorker(Worker, Protocol):
     """A worker that sums gradients with the others of its group."""
@@ -215,6 +247,10 @@ class GroupWorker(Worker, Protocol):
     @property
     def group(self) -> Peers:
         """The other workers."""
+        ...
+
+    def ends_epoch(self, batch: Minibatch) -> bool:
+        """Whether the round of this minibatch is the last one of its data epoch."""
         ...
 
     def batches(self) -> AsyncIterator[Minibatch]:
@@ -410,10 +446,6 @@ class ServerWorker(Worker, Protocol):
 
     def leave_out(self, batch: Minibatch) -> Update:
         """An update without a gradient, to be pushed: the minibatch counts as done and changes nothing."""
-        ...
-
-    def converged(self, reason: str, loss: float) -> None:
-        """Tells the coordinator that the method has ended, which ends the run."""
         ...
 
     # ---- the worker's own parameters: `pushes` other than "gradients" -------------------------

@@ -97,6 +97,18 @@ class Strategy(ABC):
     """Whether it may run in pipelines that do not flush, where gradients are those of older parameters than
     `Worker.version` says: it does not look at their age, nor wait for other workers before a minibatch."""
 
+    in_passes: ClassVar[bool] = False
+    """Whether each data epoch is one pass at fixed parameters, and each minibatch a portion of it.
+
+    With servers `partitioning` must be "queue": no minibatch of an epoch is handed out before all of the epoch before
+    are in the sum.
+    """
+
+    @property
+    def title(self) -> str:
+        """Name in records and reports; "" for that under which users know the class."""
+        return ""
+
     @property
     def stands_in(self) -> bool:
         """Whether another worker can compute the part of a lost one in a round.
@@ -139,13 +151,6 @@ class ServerStrategy(Strategy):
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
 
-    in_passes: ClassVar[bool] = False
-    """Whether each data epoch is one pass at fixed parameters, and each minibatch a portion of it.
-
-    No minibatch of an epoch is handed out before all of the epoch before are in the sum. `partitioning` must be
-    "queue".
-    """
-
     @property
     def fewest_chunks(self) -> int:
         """Number of chunks that the flat vector is to have at least, where it is long enough; chunks get smaller."""
@@ -163,6 +168,10 @@ class ServerStrategy(Strategy):
     @abstractmethod
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """The server: a pure rule, the same on each shard."""
+
+    def in_group(self) -> GroupStrategy | None:
+        """The same method in a group of workers, for runs with `servers=0`; None where it needs servers."""
+        return None
 
     def correction(self) -> Correction | None:
         """A change that the shards make to each push before the rule weighs it; None for no change."""
@@ -260,6 +269,22 @@ class GroupStrategy(Strategy):
     def delay(self) -> int:
         """Number of a round's last minibatches that a worker computes while what came before them is exchanged."""
         return 0
+
+    async def finish(self, worker: GroupWorker) -> None:
+        """Makes the worker's parameters the final ones, at the end of the run, by commands on its own vectors alone.
+
+        Only a worker that writes the final model calls it.
+        """
+        del worker
+
+    def checkpointed(self, note: bytes) -> str:
+        """Name of the state vector that a checkpoint has as the model's parameters, which it has in its place then.
+
+        Args:
+            note: see `Peers.note`.
+        """
+        del note
+        return ""
 
     def outer_rule(self) -> Optimizer | None:
         """The rule of rounds whose gradients are the ways w - w_i that workers have come by the run's own optimizer.

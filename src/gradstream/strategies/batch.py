@@ -36,14 +36,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradstream.data.base import Partitioning
-from gradstream.errors import ConfigError, GradientError
+from gradstream.errors import GradientError
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.pass_sum import PassSum
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
-from gradstream.server.procedure import CommandRound, Procedure, Reply, State, Steps, copy
+from gradstream.server.procedure import (
+    ACCEPTED,
+    CommandRound,
+    Execution,
+    Procedure,
+    Reply,
+    State,
+    Steps,
+    copy,
+)
 from gradstream.strategies.api import Server, ServerWorker
-from gradstream.strategies.base import ServerStrategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy
 from gradstream.wire import v1
 
 _NO_BEGINNING = (
@@ -95,14 +104,11 @@ class BatchMethod(ServerStrategy):
         """The sum of a pass, on the shards. Steps are the method's own."""
         return PassSum(self.vectors())
 
-    def outer_optimizer(self, inner: Optimizer) -> Optimizer:
-        """The same. Raises ConfigError for another update rule, which nobody would apply."""
-        if inner != self.optimizer():
-            raise ConfigError(
-                f"optimizer={inner}: {type(self).__name__} makes its own steps from the gradient of all samples; leave "
-                "optimizer out, and give weight decay as a term of the loss"
-            )
-        return inner
+    def in_group(self) -> GroupStrategy:
+        """The same method in a group of workers without servers; see `strategies.batch_group`."""
+        from gradstream.strategies.batch_group import BatchInGroup  # which derives from what is defined here
+
+        return BatchInGroup(self)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Adds up portions; see `EveryPortion`."""
@@ -114,14 +120,13 @@ class BatchMethod(ServerStrategy):
         Raises:
             GradientError: the loss or the gradient where the method begins is not finite, or the model has no loss.
         """
-        run, fetched, told = ProcedureRun(self, worker.server), -1, False
-        async for batch in worker.batches():
+        run, fetched = ProcedureRun(self, worker.server), -1
+        async for batch in worker.batches(flush=run.catch_up):
             if not await run.reach(batch.epoch):
-                self._check_beginning(run.state)
-                if not told:
-                    worker.converged(run.state["done"], run.state["loss"])
-                    told = True
+                check_beginning(self, run.state)
                 await worker.server.push_soon(worker.leave_out(batch))
+                await worker.server.flush()
+                await worker.converged(run.state["done"], run.state["loss"])
                 continue
             if fetched != batch.epoch:
                 await worker.pull(own=False)
@@ -129,11 +134,13 @@ class BatchMethod(ServerStrategy):
             await worker.server.push_soon(await worker.portion(worker.gradient_soon(batch)))
         await worker.server.flush()
         await run.finish()
-        self._check_beginning(run.state)
+        check_beginning(self, run.state)
 
-    def _check_beginning(self, state: State) -> None:
-        if state["done"] and not math.isfinite(state["loss"]):
-            raise GradientError(_NO_BEGINNING.format(type(self).__name__))
+
+def check_beginning(method: BatchMethod, state: State) -> None:
+    """Raises GradientError if the method has ended where it begins, since there is no loss to go down."""
+    if state["done"] and not math.isfinite(state["loss"]):
+        raise GradientError(_NO_BEGINNING.format(type(method).__name__))
 
 
 class ProcedureRun:
@@ -160,17 +167,16 @@ class ProcedureRun:
         self._sent = False  # it is on all chunks
         self._known = False  # it is on a chunk
         self._samples = 0  # of a pass
-        self._open(procedure.begin(), [])
+        self._at = Execution(procedure, procedure.begin())
 
-    def _open(self, state: State, replies: list[Reply]) -> None:
-        """Goes to the first round of an iteration that these replies do not answer."""
-        self.state, self._replies = state, replies
-        self._round: CommandRound | None = None
-        if not state["done"]:
-            self._steps = self._procedure.iteration(state)
-            self._round = next(self._steps)
-            for reply in replies:
-                self._round = self._steps.send(reply)
+    @property
+    def state(self) -> State:
+        """See above."""
+        return self._at.state
+
+    @property
+    def _round(self) -> CommandRound | None:
+        return self._at.round
 
     async def reach(self, number: int) -> bool:
         """Carries out all steps up to the one that begins a pass. Every pass before must be complete.
@@ -194,9 +200,16 @@ class ProcedureRun:
         return False
 
     async def finish(self) -> None:
-        """Ends the method at its last accepted iterate.
+        """Ends the method at its last accepted iterate."""
+        await self.catch_up()
+        if self._round is not None and self._passes:
+            self._number += self._known
+            await self._server.step(self._step(restored=True), [copy("", ACCEPTED)])
 
-        If all samples of the last pass are in the sum, it first carries out the steps that follow that pass.
+    async def catch_up(self) -> None:
+        """Carries out the steps that follow a pass, if all its samples are in the sum.
+
+        So a checkpoint after the last pass of a phase has what that pass has found.
         """
         await self._server.flush()
         await self._look()
@@ -209,13 +222,10 @@ class ProcedureRun:
             result = await self._server.step(self._step(), present.commands)
             if result.number > self._number:
                 self._adopt(result.number, result.note)
-            elif result.samples != self._samples:
-                break
+            elif not result.samples or result.samples != self._samples:
+                break  # portions are missing; of the first pass nobody knows how many there are
             else:
                 self._reply(Reply(tuple(result.scalars), result.loss, result.samples))
-        if self._round is not None and self._passes:
-            self._number += self._known
-            await self._server.step(self._step(restored=True), [copy("", "x")])
 
     async def _look(self) -> None:
         """Goes on where the others are, if they are further."""
@@ -243,23 +253,18 @@ class ProcedureRun:
         self._passes += self._round.evaluate
         self._number += 1
         self._sent = self._known = False
-        self._replies.append(reply)
-        try:
-            self._round = self._steps.send(reply)
-        except StopIteration as stop:
-            self._open(stop.value, [])
+        self._at.answer(reply)
 
     def _step(self, *, restored: bool = False) -> v1.Procedure:
         """The present round as a step; `restored`, the one in its place that ends a run."""
         assert self._round is not None
         evaluates = self._round.evaluate and not restored
-        replies = [[list(one.scalars), one.loss, one.samples] for one in self._replies]
-        note = [self.state, replies, self._passes, self._samples, restored, self._first]
+        note = [*self._at.record, self._passes, self._samples, restored, self._first]
         pass_number = (self._first or 0) + self._passes + 1 if evaluates else 0
         return v1.Procedure(number=self._number, note=json.dumps(note).encode(), pass_number=pass_number)
 
     def _adopt(self, number: int, note: bytes) -> None:
         """Goes on from a later step, which another worker has brought."""
-        state, replies, self._passes, self._samples, restored, self._first = json.loads(note)
-        self._open(state, [Reply(tuple(scalars), loss, samples) for scalars, loss, samples in replies])
+        *record, self._passes, self._samples, restored, self._first = json.loads(note)
+        self._at = Execution.recorded(self._procedure, record)
         self._number, self._sent, self._known = number + bool(restored), False, not restored

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.job.registry import find_strategy
-from gradstream.strategies.base import ServerStrategy, Strategy
+from gradstream.strategies.base import Strategy
 from gradstream.testing.properties import PROPERTIES, BrokenPropertyError, Property
 
 
@@ -83,7 +83,7 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
         ConfigError: there is no such strategy, it refuses the options, or it is a batch method.
     """
     made = find_strategy(strategy, options)  # type: ignore[arg-type]  # it takes classes too
-    if isinstance(made, ServerStrategy) and made.in_passes:
+    if made.in_passes:
         raise ConfigError(
             f"{made!r} makes its own steps from passes over all samples, and these checks give a strategy an update "
             "rule: hold a batch method to one that runs in one process, as tests/strategies/test_batch_runs.py does"

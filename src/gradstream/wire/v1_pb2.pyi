@@ -497,20 +497,22 @@ class Command(_message.Message):
     def __init__(self, kind: _Optional[_Union[Command.Kind, str]] = ..., out: _Optional[str] = ..., x: _Optional[str] = ..., y: _Optional[str] = ..., alpha: _Optional[float] = ..., sequence: _Optional[int] = ..., clock: _Optional[int] = ..., commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ..., step: _Optional[_Union[Procedure, _Mapping]] = ...) -> None: ...
 
 class Procedure(_message.Message):
-    __slots__ = ("number", "note", "scalars", "pass_number", "portions", "chunk")
+    __slots__ = ("number", "note", "scalars", "pass_number", "portions", "chunk", "accepted")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
     PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
     PORTIONS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     number: int
     note: bytes
     scalars: _containers.RepeatedScalarFieldContainer[float]
     pass_number: int
     portions: _containers.RepeatedCompositeFieldContainer[Portion]
     chunk: int
-    def __init__(self, number: _Optional[int] = ..., note: _Optional[bytes] = ..., scalars: _Optional[_Iterable[float]] = ..., pass_number: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., chunk: _Optional[int] = ...) -> None: ...
+    accepted: bool
+    def __init__(self, number: _Optional[int] = ..., note: _Optional[bytes] = ..., scalars: _Optional[_Iterable[float]] = ..., pass_number: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., chunk: _Optional[int] = ..., accepted: bool = ...) -> None: ...
 
 class Portion(_message.Message):
     __slots__ = ("first", "samples", "loss")

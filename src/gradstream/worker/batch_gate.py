@@ -216,6 +216,16 @@ class BatchGate:
         self.begun += 1
         return "go"
 
+    async def asked(self) -> None:
+        """Returns when the worker is to stand at the gate. Raises as `gate`."""
+        while self._error is None and not self._stop.at_limit(self.begun):
+            if self.interval.paused or self._leave is not None:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
     def _enter(self, phase: str) -> None:
         self.phase, self.begun_before = phase, self.begun
         self._on_interval(self.begun, self.interval, phase)

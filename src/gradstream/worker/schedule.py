@@ -178,6 +178,10 @@ class Schedule:
         """See `BatchSchedule`."""
         return self.plan.size(ref)
 
+    def ends_epoch(self, ref: BatchRef) -> bool:
+        """Whether a minibatch is the last one of its partition in its data epoch."""
+        return ref.stop == self.plan.batches_in(ref.partition, ref.epoch)
+
     def rate(self, ref: BatchRef) -> float:
         """See `BatchSchedule`."""
         return rate_at(self.lr, self.position(ref))

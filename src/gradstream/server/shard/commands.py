@@ -18,11 +18,12 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import rank_of
+from gradstream.server.arithmetic import outs_of
 from gradstream.server.shard.event_schedule import ParticipationChange
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.instructions import Sender
 from gradstream.server.shard.procedures import ProcedureSteps
-from gradstream.server.shard.vector_arithmetic import carry_out, outs_of, vectors_of
+from gradstream.server.shard.vector_arithmetic import carry_out, vectors_of
 from gradstream.wire import v1
 
 KEPT_RESULTS = 64  # per sender; a client has a few commands in flight

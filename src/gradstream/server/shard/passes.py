@@ -25,6 +25,7 @@ class ChunkProcedure:
         scalars: results of the last step on this chunk.
         pass_number: 1 + number of the pass whose portions are taken; 0 before the first.
         portions: the portions of that pass that were taken: (samples, mean loss) by number.
+        accepted: whether vector "x" has an iterate that the method has accepted.
     """
 
     number: int = 0
@@ -32,6 +33,7 @@ class ChunkProcedure:
     scalars: Sequence[float] = ()
     pass_number: int = 0
     portions: dict[int, tuple[int, float]] = field(default_factory=dict)
+    accepted: bool = False
 
     def refuses(self, new: PushHeader) -> bool:
         """Whether a push is of another pass, or has a portion that is in the sum. Other pushes have no portion."""
@@ -74,6 +76,7 @@ class ChunkProcedure:
             pass_number=self.pass_number,
             portions=portions,
             chunk=chunk,
+            accepted=self.accepted,
         )
 
     @staticmethod
@@ -102,4 +105,5 @@ class ChunkProcedure:
     def of(cls, message: v1.Procedure) -> ChunkProcedure:
         """The result of `message`, read again."""
         portions = {one.first: (one.samples, one.loss) for one in message.portions}
-        return cls(message.number, message.note, tuple(message.scalars), message.pass_number, portions)
+        scalars = tuple(message.scalars)
+        return cls(message.number, message.note, scalars, message.pass_number, portions, message.accepted)

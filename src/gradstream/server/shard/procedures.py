@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from gradstream.runtime.base import Runtime
+from gradstream.server.arithmetic import outs_of
+from gradstream.server.procedure import ACCEPTED
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.vector_arithmetic import carry_out, outs_of, vectors_of
+from gradstream.server.shard.vector_arithmetic import carry_out, vectors_of
 from gradstream.wire import v1
 
 
@@ -48,6 +50,7 @@ class ProcedureSteps:
                 if procedure.number < step.number:
                     scalars = await carry_out(self._runtime, executor, command.commands, vectors, chunk)
                     procedure.number, procedure.note, procedure.scalars = step.number, step.note, scalars
+                    procedure.accepted = procedure.accepted or ACCEPTED in outs_of(command.commands)
                     if step.pass_number:
                         procedure.begin(step.pass_number)
                     if "" in outs_of(command.commands):

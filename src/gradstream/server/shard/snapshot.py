@@ -6,9 +6,12 @@ from base64 import b64decode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import torch
+
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load, unsplit
 from gradstream.runtime.base import Storage
+from gradstream.server.procedure import swap_accepted
 from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.server.shard.service import ShardService
 from gradstream.wire import v1
@@ -29,11 +32,14 @@ class ShardSnapshot:
 
     def pieces(self) -> Mapping[str, Pieces]:
         """See `SnapshotSource`."""
-        store = self._service.store
-        pieces: dict[str, Pieces] = {
-            name: [(store.chunks.bounds(chunk)[0], store.span(vector, chunk).tensor) for chunk in store.here]
-            for name, vector in {"": store.parameters, **store.state}.items()
-        }
+        store, known = self._service.store, self._service.state.chunks
+        pieces: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in ("", *store.state)}
+        for chunk in store.here:
+            vectors = {"": store.parameters, **store.state}
+            if known[chunk].procedure.accepted:
+                swap_accepted(vectors)
+            for name, vector in vectors.items():
+                pieces[name].append((store.chunks.bounds(chunk)[0], store.span(vector, chunk).tensor))
         if self._place is None:
             return pieces
         return {name: unsplit(those, self._place) for name, those in pieces.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -61,7 +62,7 @@ class GroupExchange(Exchange):
         self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
-        self._snapshot_source = _GroupSnapshot(self.replica, *chunks, place)
+        self._snapshot_source = _GroupSnapshot(strategy, self.replica, *chunks, place)
         self._had: Sequence[
             Vector
         ] = ()  # parameters and state of `version`, while the replica has none that are whole
@@ -203,16 +204,17 @@ class GroupExchange(Exchange):
         if setup.sharded or min(versions) < newest:
             for vector in vectors:
                 await group.broadcast(vector, root)
+        note = await group.pass_note(replica.note, root)
         digests = await group.tell(*await self._digest(vectors))
         wrong = [setup.group.names[one] for one, digest in enumerate(digests) if digest != digests[root]]
         if wrong:
             raise InternalError(
                 f"after round {newest} {', '.join(wrong)} got other parameters than {setup.group.names[root]} has"
             )
-        return partial(self._take, vectors, newest)
+        return partial(self._take, vectors, newest, note)
 
-    def _take(self, vectors: Sequence[Vector], version: int) -> None:
-        self.replica.take(vectors, version)
+    def _take(self, vectors: Sequence[Vector], version: int, note: bytes) -> None:
+        self.replica.take(vectors, version, note)
         self._had = ()
 
     def _like(self, vector: Vector) -> Vector:
@@ -251,6 +253,10 @@ class GroupExchange(Exchange):
             shape_only=(0, 0),
         )
 
+    async def finish(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.finish(self.replica)
+
     def report(self) -> Sequence[Event]:
         """See `Exchange`: a round counts as a push and a fetch of the whole gradient."""
         self._transfers.accounted()
@@ -287,6 +293,7 @@ class _GroupSnapshot:
     All workers pause after the same round, with the same parameters, so each writes a part of the vectors.
 
     Args:
+        strategy: strategy of the run.
         replica: this worker.
         elems: number of elements.
         chunk_elems: elements of a chunk; this worker reports the versions of its part of them.
@@ -294,8 +301,14 @@ class _GroupSnapshot:
     """
 
     def __init__(
-        self, replica: GroupReplica, elems: int, chunk_elems: int, place: PartMap | None = None
+        self,
+        strategy: GroupStrategy,
+        replica: GroupReplica,
+        elems: int,
+        chunk_elems: int,
+        place: PartMap | None = None,
     ) -> None:
+        self._strategy = strategy
         self._replica = replica
         self._place = place
         self._elems = elems
@@ -311,6 +324,8 @@ class _GroupSnapshot:
         pieces: dict[str, Pieces] = {"": [(start, parameters[start:stop]) for start, stop in ranges]}
         for name, vector in updater.state.items():
             pieces[name] = [(start, updater.state_of(vector, start, stop).tensor) for start, stop in ranges]
+        if name := self._strategy.checkpointed(self._replica.note):
+            pieces[""], pieces[name] = pieces[name], pieces[""]
         if self._place is None:
             return pieces
         return {name: unsplit(those, self._place) for name, those in pieces.items()}
@@ -322,8 +337,11 @@ class _GroupSnapshot:
         return [self._replica.version] * len(chunks.chunks_of(group.rank))
 
     def procedures(self) -> Sequence[v1.Procedure]:
-        """See `SnapshotSource`: there are no servers that could have one."""
-        return ()
+        """See `SnapshotSource`: the group's note, from its first worker alone, since all have the same."""
+        replica = self._replica
+        if not replica.note or replica.setup.group.rank:
+            return ()
+        return [v1.Procedure(number=replica.version, note=replica.note)]
 
     def still(self) -> AbstractAsyncContextManager[object]:
         """See `SnapshotSource`: only this worker writes the pieces, and it is paused."""
@@ -340,9 +358,9 @@ class _GroupSnapshot:
             whole: whether to read all.
             state, version: as for `ShardSnapshot.restore`.
         """
-        setup = self._replica.setup
+        setup, manifest = self._replica.setup, Manifest.decode(storage.read(f"{folder}/{STATE}"))
+        notes = [v1.Procedure.FromString(b64decode(text)).note for text in manifest.procedures if state]
+        self._replica.note = next((note for note in notes if note), b"")
         pieces = self._pieces([(0, self._elems)] if whole or not setup.sharded else setup.owned)
         load(storage, folder, pieces if state else {"": pieces[""]})
-        if version is None:
-            version = min(Manifest.decode(storage.read(f"{folder}/{STATE}")).versions, default=0)
-        self._replica.version = version
+        self._replica.version = min(manifest.versions, default=0) if version is None else version

@@ -109,6 +109,7 @@ class Replica(ABC):
         self.step = context.first_step
         self.samples = 0
         self._ahead_samples = 0
+        self._converged = False
         self.version = -1  # there are no parameters yet
         self._context = context
         self._runtime = context.runtime
@@ -246,6 +247,18 @@ class Replica(ABC):
         """A gradient that is to be computed in this replica's memory."""
         rate = self._context.schedule.rate(batch.ref)
         return ComputedGradient(self._gradient, batch, rate, self.step, mean, self._part_sums)
+
+    async def converged(self, reason: str, loss: float) -> None:
+        """See `strategies.api.Worker`."""
+        if not self._converged:
+            self._converged = True
+            self._context.on_converged(ConvergedEvent(rank=self.rank, reason=reason, loss=loss))
+        await self._context.batch_gate.asked()
+
+    def _mean_loss(self, gradient: ComputedGradient) -> float:
+        """The mean loss over the samples of the gradient that was computed last."""
+        per_sample = gradient.samples if self.reduction == "sum" else 1
+        return self._meter.result.loss / (per_sample or 1)
 
     async def _compute(self, gradient: ComputedGradient, free: Awaitable[None] | None) -> Result:
         source, batch = self._gradients, gradient.batch

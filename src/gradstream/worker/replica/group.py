@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ class GroupReplica(Replica):
         setup: see above.
         meter: counts the exchanges.
         group: see `strategies.api.GroupWorker`.
+        note: see `strategies.api.Peers`.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class GroupReplica(Replica):
         self._local = context.gradients if isinstance(context.gradients, LocalSteps) else None
         super().__init__(context, setup.group.allocate, attribution, setup.parameters)
         self.meter = GroupMeter(context.runtime, attribution, on_transfer)
+        self.note = b""
         self._latest: ComputedGradient | None = None
         self._turned = False  # the vectors have an update that the others may not have made yet
         self._take(setup)
@@ -100,14 +103,14 @@ class GroupReplica(Replica):
         self.parameters = setup.parameters
         self._take(setup)
 
-    def take(self, vectors: Sequence[Vector], version: int) -> None:
-        """Goes on with these parameters and this state."""
+    def take(self, vectors: Sequence[Vector], version: int, note: bytes) -> None:
+        """Goes on with these parameters, this state and this note."""
         parameters, *states = vectors
         if parameters is not self.parameters:
             for vector in self.vectors:
                 self._runtime.memory.free(vector)
         updater = self.setup.updater
-        self.parameters, self.version = parameters, version
+        self.parameters, self.version, self.note = parameters, version, note
         self.setup = replace(self.setup, parameters=parameters)
         updater.state = dict(zip(updater.state, states, strict=True))
 
@@ -117,6 +120,18 @@ class GroupReplica(Replica):
             self._handed_out(missed)()
             self._skip()
             await self._context.on_boundary(self, missed)
+
+    # ---- see `GroupWorker` ----------------------------------------------------------------
+
+    def ends_epoch(self, batch: api.Minibatch) -> bool:
+        """See `strategies.api.GroupWorker`."""
+        assert isinstance(batch, SampleBatch) and isinstance(self._context.schedule, Schedule)
+        return self._context.schedule.ends_epoch(batch.ref)
+
+    def mean_loss(self, gradient: ComputedGradient) -> float:
+        """Mean loss over the samples of this worker's gradient; infinite where it, or the gradient, is not finite."""
+        loss = self._mean_loss(gradient) if gradient.samples else math.inf
+        return loss if math.isfinite(loss) else math.inf
 
     # ---- see `Replica` --------------------------------------------------------------------
 
@@ -164,7 +179,7 @@ class GroupReplica(Replica):
         )
         self._meter.computed(begun_ns, whole)
 
-    def in_model(self, gradient: ComputedGradient) -> None:
-        """The round of this gradient is over."""
+    def in_model(self, batch: SampleBatch) -> None:
+        """The round of this minibatch is over."""
         self.version, self._turned = self.version + 1, False
-        self._handed_out((gradient.batch.ref,))()
+        self._handed_out((batch.ref,))()

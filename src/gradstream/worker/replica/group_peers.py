@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from gradstream.memory import Span, Vector
@@ -24,7 +25,8 @@ from gradstream.optim.groups import Piece, add_up
 from gradstream.runtime.base import Work
 from gradstream.strategies import api
 from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
-from gradstream.worker.computed import UNKNOWN, ComputedGradient
+from gradstream.wire import v1
+from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
 from gradstream.worker.replica.sufficient_factors import outside
@@ -36,10 +38,12 @@ class UpdatedReplica(Protocol):
     Attributes:
         parameters: its parameters.
         version: number of updates in them.
+        note: see `strategies.api.Peers`.
     """
 
     parameters: Vector
     version: int
+    note: bytes
 
     @property
     def vectors(self) -> list[Vector]:
@@ -54,8 +58,12 @@ class UpdatedReplica(Protocol):
         """See `GroupReplica`."""
         ...
 
-    def in_model(self, gradient: ComputedGradient) -> None:
-        """The round of this gradient is over."""
+    def mean_loss(self, gradient: ComputedGradient) -> float:
+        """See `GroupReplica`."""
+        ...
+
+    def in_model(self, batch: SampleBatch) -> None:
+        """The round of this minibatch is over."""
         ...
 
 
@@ -118,6 +126,15 @@ class GroupPeers:
         self._num_tensors = setup.updater.per_tensor if setup.sharded else 0
         pairs = max(setup.group.size, self._num_tensors)
         self.counts = setup.group.allocate(2 * pairs, torch.float64, "counts")
+
+    @property
+    def note(self) -> bytes:
+        """See `strategies.api.Peers`."""
+        return self._replica.note
+
+    @note.setter
+    def note(self, note: bytes) -> None:
+        self._replica.note = note
 
     async def samples(self, gradient: api.Gradient) -> Sequence[int]:
         """See `strategies.api.Peers`. The plan tells; where it cannot, the workers tell one another.
@@ -296,7 +313,7 @@ class GroupPeers:
         if self._setup.spare:
             self._made = gradient  # in the model when all have made theirs
         else:
-            self._replica.in_model(gradient)
+            self._replica.in_model(gradient.batch)
 
     async def _apply(self) -> None:
         """Makes the update. Changes nothing if a worker's gradient was not finite."""
@@ -363,7 +380,61 @@ class GroupPeers:
         self._meter.waited(begun_ns)
         if self._made is not None:
             made, self._made = self._made, None
-            self._replica.in_model(made)
+            self._replica.in_model(made.batch)
+
+    async def total_loss(self, gradient: api.Gradient) -> float:
+        """See `strategies.api.Peers`."""
+        assert isinstance(gradient, ComputedGradient)
+        await gradient.done()
+        samples = self._round.counts[self._context.rank]
+        own = samples * self._replica.mean_loss(gradient) if samples else 0.0
+        return sum(loss for loss, _ in await self.tell(own))
+
+    async def command(self, commands: Sequence[v1.Command]) -> Sequence[float]:
+        """See `strategies.api.Peers`."""
+        from gradstream.server.arithmetic import (
+            dots_of,
+            names_of,
+            outs_of,
+            perform,
+        )  # only batch methods have any
+
+        vectors = {"": self._replica.parameters, **self._setup.updater.state}
+        used, outs = {name: vectors[name] for name in names_of(commands)}, outs_of(commands)
+        begun_ns = self._runtime.now()
+        scalars = await self._runtime.compute(
+            lambda _: perform(commands, {name: vector.tensor for name, vector in used.items()}),
+            work=Work("apply", elems=len(commands) * len(self._replica.parameters)),
+            reads=[vector.all for name, vector in used.items() if name not in outs],
+            writes=[used[name].all for name in outs],
+            shape_only=[0.0] * dots_of(commands),
+        )
+        self._meter.commanded(begun_ns)
+        return scalars
+
+    async def leave_out(self, batch: api.Minibatch) -> None:
+        """See `strategies.api.Peers`."""
+        assert isinstance(batch, SampleBatch)
+        await self.tell(0.0)
+        self._replica.in_model(batch)
+
+    async def pass_note(self, note: bytes, root: int) -> bytes:
+        """Gives all workers the note of the one of rank `root` in the group."""
+        length = round((await self.tell(len(note)))[root][0])
+        if not length:
+            return b""
+        words = -(
+            -length // 4
+        )  # of 32 bits, which float64 holds: groups sum and send floating-point numbers alone
+        vector = self._runtime.memory.allocate(words, torch.float64, "note")
+        if self._group.rank == root:
+            vector.tensor.copy_(
+                torch.from_numpy(np.frombuffer(note.ljust(4 * words, b"\0"), np.uint32).astype(float))
+            )
+        await self._group.broadcast(vector.all, root=root)
+        passed = vector.tensor.numpy().astype(np.uint32).tobytes()[:length]
+        self._runtime.memory.free(vector)
+        return passed
 
     async def broadcast(self, vector: Vector, root: int = 0) -> None:
         """Gives all workers the elements that the one of rank `root` in the group has."""

@@ -95,6 +95,10 @@ class GroupMeter:
         self.exchanged_bytes += sent_bytes
         self.whole_bytes += sent_bytes if whole is None else whole
 
+    def commanded(self, begun_ns: int) -> None:
+        """Commands on the worker's own vectors, which began at `begun_ns`, are done."""
+        self._attribution.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())
+
     def updated(self, parameters: Vector, begun_ns: int) -> None:
         """The round's update, which began at `begun_ns`, is done."""
         self._attribution.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())

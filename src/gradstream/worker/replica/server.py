@@ -25,7 +25,6 @@ from gradstream.server.client.arrival import Arrival
 from gradstream.server.client.client import ServerClient
 from gradstream.server.update import Update
 from gradstream.strategies import api
-from gradstream.telemetry.events import ConvergedEvent
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.replica.arithmetic import ElasticPull, LocalStep, add_scaled
 from gradstream.worker.replica.attendance import Attendance
@@ -463,8 +462,7 @@ class ServerReplica(Replica):
         assert isinstance(gradient, ComputedGradient)
         await gradient.done()
         update, ref = self.update(gradient), gradient.batch.ref
-        per_sample = gradient.samples if self.reduction == "sum" else 1
-        update.ready, update.loss = None, self._meter.result.loss / (per_sample or 1)
+        update.ready, update.loss = None, self._mean_loss(gradient)
         update.round, update.portion = ref.epoch, 1 + self._context.schedule.place(ref)
         return update
 
@@ -473,10 +471,6 @@ class ServerReplica(Replica):
         assert isinstance(batch, SampleBatch)
         done = self._handed_out((batch.ref,))
         return Update(None, 0, 0.0, self._base, num_gradients=0, refs=(batch.ref,), on_done=done)
-
-    def converged(self, reason: str, loss: float) -> None:
-        """See `strategies.api.ServerWorker`."""
-        self._context.on_converged(ConvergedEvent(rank=self.rank, reason=reason, loss=loss))
 
     def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:
         self._meter.late = update.late
