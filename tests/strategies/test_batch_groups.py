@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_batch_runs import INPUTS, ITERATIONS, METHOD, at, end_of, model_of, run_of, squares
 
 import gradstream as gs
 from batch_problems import Softmax, naive_lbfgs
+from batch_runs import INPUTS, ITERATIONS, METHOD, at, end_of, model_of, run_of, squares
 from gradstream.errors import ConfigError, GradientError, Interrupted
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.arithmetic import BLOCK, FEW, perform
@@ -160,20 +160,11 @@ def test_a_run_that_ended_goes_on_with_more_epochs(servers: int, epochs: int, un
 @pytest.mark.parametrize("second", [gs.LBFGS(history_size=5), gs.strategies.ConjugateGradient(), METHOD])
 def test_one_method_may_follow_another(servers: int, second: Any) -> None:
     problem = Softmax()
-    phases = [gs.Phase(epochs=4, strategy=METHOD), gs.Phase(epochs=20, strategy=second)]
-    run = (
-        run_of(problem, "synchronous", servers=servers or None, epochs=None, phases=phases)
-        if servers
-        else (
-            run_of(
-                problem,
-                "allreduce",
-                servers=None,
-                epochs=None,
-                phases=[gs.Phase(epochs=one.epochs, strategy=one.strategy, servers=0) for one in phases],
-            )
-        )
-    )
+    phases = [
+        gs.Phase(epochs=4, strategy=METHOD, servers=servers),
+        gs.Phase(epochs=20, strategy=second, servers=servers),
+    ]
+    run = run_of(problem, "allreduce", servers=None, epochs=None, phases=phases)
     first = run_of(problem, METHOD, servers=servers, epochs=4)
     assert problem.objective(end_of(run))[0] < problem.objective(end_of(first))[0]
 

@@ -1,4 +1,4 @@
-"""A batch method in real processes, of which a shard and then a worker are killed in a pass."""
+"""A batch method in real processes, of which some are killed in a pass: a shard and then a worker, or two workers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,30 @@ from batch_problems import Softmax
 def job():
     problem, strategy = Softmax(classes=3, features=20), gs.LBFGS(tolerance_change=1e-13)
     return gs.Job(
-        problem.model(), problem.data(), strategy=strategy, workers=2, servers=2, batch_size=10, epochs=100,
-        acknowledge="replicated",
+        problem.model(), problem.data(), strategy=strategy, workers=WORKERS, batch_size=10, epochs=100, OTHERS
     )
 """
 
 
-def test_killed_processes_change_nothing(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
+@pytest.mark.parametrize(
+    ("workers", "others", "victims"),
+    [
+        (2, 'servers=2, acknowledge="replicated"', ("shard-1", "worker-1")),
+        (3, "servers=0", ("worker-0", "worker-1")),
+    ],
+    ids=["servers", "a group"],
+)
+def test_killed_processes_change_nothing(
+    tmp_path: Path, workers: int, others: str, victims: tuple[str, str]
+) -> None:
+    (tmp_path / "job.py").write_text(JOB.replace("WORKERS", str(workers)).replace("OTHERS", others))
     (tmp_path / "batch_problems.py").write_text(Path(batch_problems.__file__).read_text())
     killed: list[int] = []
 
     def on_event(event: Mapping[str, Any]) -> None:
-        due = len(killed) < 2 and event["event"] == "step" and event["node"] == "worker-1"
+        due = len(killed) < 2 and event["event"] == "step" and event["node"] == f"worker-{workers - 1}"
         if due and event["step"] == 20 * len(killed) + 10:
-            victim = ("shard-1", "worker-1")[len(killed)]
+            victim = victims[len(killed)]
             log = tmp_path / "run" / "logs" / f"{victim}.log"
             killed.append(int(re.findall(rf"{victim}: pid (\d+)", log.read_text())[-1]))
             os.kill(killed[-1], signal.SIGKILL)

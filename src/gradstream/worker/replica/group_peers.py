@@ -134,6 +134,7 @@ class GroupPeers:
 
     @note.setter
     def note(self, note: bytes) -> None:
+        """Sets it; all workers set the same between the same two rounds."""
         self._replica.note = note
 
     async def samples(self, gradient: api.Gradient) -> Sequence[int]:
