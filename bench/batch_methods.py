@@ -1,11 +1,12 @@
 """Question: does L-BFGS on many workers end where SciPy's and torch's end, after as many passes, and how fast?
 
 Softmax regression with L2 in float64: on the subset of Fashion-MNIST, and on 16 x 16 colour pixels of Caltech-101.
-Ours has 2 workers with one thread each and a shard; SciPy's L-BFGS-B and torch's LBFGS have two threads, the whole data
-as one batch, and the same function. All keep 10 pairs. Ours and theirs take turns.
+Ours has 2 workers with one thread each, with a shard and in a group; SciPy's L-BFGS-B and torch's LBFGS have two
+threads, the whole data as one batch, and the same function. All keep 10 pairs. Ours and theirs take turns.
 
 On virtual time: 4 workers, one of them at a fifth of the speed, beside the time that the four speeds allow, with and
-without copies of portions; portions that always take as long as their samples, and as long times an exponential factor.
+without copies of portions, and in a group with equal and with measured shares; portions that always take as long as
+their samples, and as long times an exponential factor.
 
     python bench/batch_methods.py --data FOLDER    # with caltech101/101_ObjectCategories.tar.gz: six minutes
 """
@@ -115,8 +116,11 @@ def by_torch(inputs: torch.Tensor, targets: torch.Tensor, passes: int) -> Softma
 
 
 def job() -> gs.Job:
-    """The job of `by_gradstream`, from the arguments NAME PASSES [FOLDER]."""
-    name, passes, *folder = sys.argv[1:]
+    """The job of `by_gradstream`, from the arguments NAME PASSES SERVERS [FOLDER].
+
+    In a group the portions of a worker are summed up before an exchange: a round is a pass.
+    """
+    name, passes, servers, *folder = sys.argv[1:]
     inputs, targets = problems(Path(folder[0]) if folder else None)[name]
     features, classes = inputs.shape[1], int(targets.max()) + 1
     return gs.Job(
@@ -124,18 +128,19 @@ def job() -> gs.Job:
         gs.from_arrays(inputs.numpy(), targets.numpy()),
         strategy=gs.LBFGS(history_size=PAIRS, max_eval=int(passes), tolerance_grad=0.0, tolerance_change=0.0),
         workers=2,
-        servers=1,
+        servers=int(servers),
         batch_size=-(-len(inputs) // PORTIONS),
+        accumulate=1 if int(servers) else PORTIONS // 2,
         epochs=int(passes) + 2,
     )
 
 
 def by_gradstream(
-    name: str, folder: Path | None, inputs: torch.Tensor, targets: torch.Tensor
+    name: str, folder: Path | None, inputs: torch.Tensor, targets: torch.Tensor, servers: int
 ) -> tuple[Softmax, float]:
     """Ours in real processes, and its seconds from the first portion on."""
     with tempfile.TemporaryDirectory() as run_dir:
-        words = [name, str(PASSES), *([] if folder is None else [str(folder)])]
+        words = [name, str(PASSES), str(servers), *([] if folder is None else [str(folder)])]
         run = gs.train(load_job(f"{__file__}:job", argv=[__file__, *words]), run_dir=run_dir)
     module = Softmax(inputs.shape[1], int(targets.max()) + 1)
     module.load_state_dict({name: torch.from_numpy(np.array(one)) for name, one in run.parameters.items()})
@@ -144,7 +149,8 @@ def by_gradstream(
 
 def measured(name: str, folder: Path | None, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
     """Objectives and seconds of the three, by turns."""
-    seconds: dict[str, list[float]] = {"gradstream": [], "scipy": [], "torch": []}
+    ours = {"gradstream": 1, "gradstream, in a group": 0}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ours, "scipy", "torch")}
     ends: dict[str, float] = {}
     for _ in range(TURNS):
         for other, peer in (("scipy", by_scipy), ("torch", by_torch)):
@@ -152,9 +158,10 @@ def measured(name: str, folder: Path | None, inputs: torch.Tensor, targets: torc
             module = peer(inputs, targets, PASSES)
             seconds[other].append(time.perf_counter() - begun)
             ends[other] = value(module, inputs, targets)
-        module, own_s = by_gradstream(name, folder, inputs, targets)
-        seconds["gradstream"].append(own_s)
-        ends["gradstream"] = value(module, inputs, targets)
+        for own, servers in ours.items():
+            module, own_s = by_gradstream(name, folder, inputs, targets, servers)
+            seconds[own].append(own_s)
+            ends[own] = value(module, inputs, targets)
     return {
         "samples": len(inputs),
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -169,13 +176,22 @@ def uneven(jitter: gs.sim.Jitter) -> dict[str, dict[str, float]]:
     model, data = least_squares(1200, 8, whole=False, reduction="mean")
     costs = {"gradient": gs.sim.Cost(per_sample_s=2e-3, jitter=jitter)}
 
-    def seconds(workers: int, size: int, speeds: dict[str, float], *, copies: bool = True) -> float:
+    def seconds(
+        workers: int, size: int, speeds: dict[str, float], *, copies: bool = True, **options: Any
+    ) -> float:
         config = gs.sim.SimulationConfig(costs=costs, speeds=speeds)
         method = gs.LBFGS(
             max_eval=10, tolerance_grad=0.0, tolerance_change=0.0, lr=0.1, line_search_fn=None, copies=copies
         )
         run = gs.simulate(
-            model, data, strategy=method, workers=workers, batch_size=size, epochs=12, config=config
+            model,
+            data,
+            strategy=method,
+            workers=workers,
+            batch_size=size,
+            epochs=12,
+            config=config,
+            **options,
         )
         return float(run.summary["train_s"])
 
@@ -186,6 +202,8 @@ def uneven(jitter: gs.sim.Jitter) -> dict[str, dict[str, float]]:
         found[str(portions)] = {
             "copies": seconds(4, size, slow) / allowed_s,
             "none": seconds(4, size, slow, copies=False) / allowed_s,
+            "group": seconds(4, size, slow, servers=0) / allowed_s,
+            "group, measured shares": seconds(4, size, slow, servers=0, shares="measured") / allowed_s,
         }
         print(portions, found[str(portions)], flush=True)
     return found

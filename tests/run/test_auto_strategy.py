@@ -82,6 +82,20 @@ def test_no_round_is_longer_than_a_data_epoch() -> None:
     assert 20 < every <= SAMPLES // 4 // 16 and not why.endswith("waits nothing for each")
 
 
+@pytest.mark.parametrize(("mbit_s", "most"), [(10, 4), (100, 20)])
+def test_slow_links_are_known_after_two_steps(mbit_s: float, most: int) -> None:
+    """A sum takes 310 ms at 10 Mbit/s, twenty times as long as the computing. Phases of the user's own stay whole."""
+    own = [gs.Phase(steps=20, strategy="allreduce"), gs.Phase(epochs=2, strategy="auto")]
+    for options, least, limit in (
+        ({}, 2, most),
+        ({"strategy": "allreduce", "epochs": None, "phases": own}, 20, 20),
+    ):
+        run = run_of(mbit_s, **options)
+        rows = run.summary["phases"]
+        assert least <= rows[1]["samples"] / 64 <= limit  # samples before it
+        assert rows[1]["strategy"] == "local-sgd"
+
+
 def test_on_quick_links_allreduce_goes_on() -> None:
     run = run_of(10_000)
     assert [strategy for strategy, _ in chosen(run)] == ["allreduce", "allreduce"]

@@ -82,9 +82,12 @@ class EarlyEnds:
             out += self._membership.cross(event["reason"], at_s)
         if self._links is not None and (model := self._membership.admission.model) is not None:
             self._links.event(event)
+            size = (model.elems, itemsize_bytes(model.dtype))
             if event["event"] == "step" and event["rank"] == 0:
-                chosen = self._links.chosen(model.elems, itemsize_bytes(model.dtype))
-                self._membership.phases.chosen = chosen.as_json()
+                self._membership.phases.chosen = self._links.chosen(*size).as_json()
+            if event["event"] == "step" and (reason := self._links.ends(*size)):
+                self._membership.phases.chosen = self._links.chosen(*size).as_json()
+                out += self._membership.cross(reason, at_s)
         if self._variance_test is not None and (grown := self._variance_test.event(event)):
             out += self._membership.grow(grown, at_s)
         for criterion, end in self._each:

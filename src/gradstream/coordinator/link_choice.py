@@ -17,6 +17,8 @@ from gradstream.coordinator.links import Links, in_words
 
 HIDDEN = 0.5
 """The part of a minibatch's computing behind which backprop hides a sum."""
+CLEAR = 4
+"""Seconds of a sum for each second of computing from which on a phase that only measures has seen enough."""
 KEPT_STEPS = 10
 """Steps of each worker of which the median counts: the last ones, since the first are slow."""
 
@@ -54,15 +56,19 @@ class LinkChoice:
         workers: W of the phase that it chooses for.
         every: minibatches between two exchanges in the phase that it follows.
         epoch: minibatches of a worker in a data epoch of the phase that it chooses for; None: not known.
+        only_measures: the phase that it follows is there for nothing else, and may end early.
     """
 
     KEPT = ("_alpha_s", "_beta_s_byte", "_seconds")
     """See `durable.state`."""
 
-    def __init__(self, workers: int, every: int = 1, epoch: int | None = None) -> None:
+    def __init__(
+        self, workers: int, every: int = 1, epoch: int | None = None, *, only_measures: bool = False
+    ) -> None:
         self._workers = workers
         self._every = every
         self._epoch = epoch
+        self._only_measures = only_measures
         self._alpha_s = 0.0
         self._beta_s_byte = 0.0
         self._seconds: dict[
@@ -95,6 +101,19 @@ class LinkChoice:
         behind = f", exchanged behind {advice.delay} of them," if advice.delay else ""
         why = f"{measured}, at {links.speed}: local SGD {how}{behind} waits {advice.waits} for each"
         return Chosen(advice.every, advice.codec, why, advice.delay)
+
+    def ends(self, elems: int, itemsize: int) -> str:
+        """Why the phase ends now: each of its steps would wait for slow links; "" if it goes on.
+
+        The first step of each worker may be slow for other reasons, so the second one counts.
+        """
+        steps = list(self._seconds.values())
+        if not self._only_measures or len(steps) < self._workers or min(map(len, steps)) < 2:
+            return ""
+        sum_s = self._links(elems, itemsize).sum_s
+        if sum_s < CLEAR * max(last[-1][0] for last in steps):
+            return ""
+        return f"a sum takes {in_words(sum_s)} over these links: two steps are enough to know"
 
     def _links(self, elems: int, itemsize: int) -> Links:
         medians = [

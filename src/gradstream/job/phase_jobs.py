@@ -23,6 +23,8 @@ AUTO = "auto"
 """Name of the strategy that `link_choice` chooses, for a job or a phase."""
 MEASURED_STEPS = 20
 """Minibatches of each worker in the phase that measures."""
+MEASURES = Phase(steps=MEASURED_STEPS, name="measures", strategy="allreduce")
+"""The phase before that of strategy "auto", where the job has no phases. Slow links end it after two steps."""
 NO_STEPS = "a step of local SGD is a round of many minibatches, so nobody knows how much that is; give epochs"
 
 _OWN = (
@@ -126,7 +128,7 @@ def measured_first(job: Job) -> Job:
             f"strategy={AUTO!r})] with fewer steps, or name a strategy"
         )
     phases = (
-        Phase(steps=MEASURED_STEPS, name="measures", strategy="allreduce"),
+        MEASURES,
         Phase(epochs=job.epochs, strategy=AUTO, strategy_options=job.strategy_options),
     )
     return dataclasses.replace(job, strategy="allreduce", strategy_options={}, epochs=None, phases=phases)

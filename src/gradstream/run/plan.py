@@ -30,7 +30,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.codec import check_codec, check_fetch_codec
 from gradstream.job.job import Job, is_open_ended
-from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
+from gradstream.job.phase_jobs import AUTO, MEASURES, job_of_phase, measured_first, rate_of_phase
 from gradstream.job.registry import describe, find_codec, find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_micro_batches, check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
@@ -206,7 +206,9 @@ class RunPlan:
         workers = phase.workers or self.whole.workers
         sizes = phase.batch_size or self.whole.batch_size
         joined = sizes * workers if isinstance(sizes, int) else sum(sizes)
-        return LinkChoice(workers, self._joined, samples and max(1, samples // joined))
+        measures = self.whole.phases[number - 1] == MEASURES
+        epoch = samples and max(1, samples // joined)
+        return LinkChoice(workers, self._joined, epoch, only_measures=measures)
 
     @property
     def phase_until(self) -> Until | None:

@@ -15,12 +15,13 @@ samples and losses of the pass so far. It changes with the vectors, between two 
 worker that joins gets it with them, and after a death the round is done again by those who are left. No sample is lost
 or counts twice.
 
-Each worker holds all vectors of the method (2m + 10 of L-BFGS besides its parameters). Bytes a round and worker: those
-of an allreduce of the gradient, 2(W - 1)/W · 4N in a ring (float32); with `accumulate` fewer rounds make a pass. All
-workers wait for the slowest in each round: no portion goes to whoever is idle, as it does with servers. For machines of
-different speed there is `shares="measured"`.
+Each worker holds all vectors of the method (of L-BFGS 2m + 8 besides its parameters, with the gradient). Bytes a round
+and worker: those of an allreduce of the gradient, 2(W - 1)/W · 4N in a ring (float32); with `accumulate` fewer rounds
+make a pass. All workers wait for the slowest in each round: no portion goes to whoever is idle, as it does with
+servers. For machines of different speed there is `shares="measured"`.
 
-With one worker the bits are those of one worker and one server. With several the sum of a round is rounded once more.
+With one worker the bits are those of one worker and a server with one chunk. With several the sum of a round is rounded
+once more.
 
 Reference: as for `strategies.batch`; the whole vectors on each worker are those of Agarwal, Chapelle, Dudik, Langford,
 "A reliable effective terascale linear learning system", JMLR 2014 (L-BFGS by allreduce).
