@@ -110,6 +110,7 @@ OURS = {
     "allreduce, float4": Ours("compressed", "allreduce", "float4", PERIOD),
     "allreduce, powersgd": Ours("compressed", "allreduce", "powersgd", PERIOD),
     "allreduce": Ours("joined", "allreduce", "", PERIOD),
+    "auto": Ours("local", "auto"),
 }
 PEERS = {
     "torch DDP": Peer("joined", "ddp"),
@@ -124,6 +125,7 @@ PEERS = {
 
 VARIANTS = {
     "async-diloco, int8",
+    "auto",
     "torch DDP, PowerSGD 4",
     "torch post-local SGD, 50",
     "torchft DiLoCo",

@@ -304,10 +304,12 @@ def _check_acknowledged(job: Job, strategy: Strategy) -> None:
 def _check_passes(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Raises where a data epoch cannot be a pass, whose portions any worker may compute."""
     name = strategy.title or type(strategy).__name__
-    if optimizer != strategy.optimizer():
+    if optimizer != (own := strategy.optimizer()):
+        given = "lr" if type(optimizer) is type(own) else "optimizer"
+        shown = optimizer.lr if given == "lr" else optimizer
         raise ConfigError(
-            f"optimizer={optimizer}: {name} makes its own steps from the gradient of all samples; leave optimizer out, "
-            "and give weight decay as a term of the loss"
+            f"{given}={shown}: {name} makes its own steps from the gradient of all samples; leave {given} out; the "
+            "strategy has an lr of its own, and weight decay is a term of the loss"
         )
     if is_open_ended(job):
         why = "the training loop is your own, and nobody else can compute its portions"
