@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator import variance_test
 from gradstream.coordinator.durable.store import StateStore
@@ -74,9 +75,63 @@ def test_a_phase_may_end_inside_a_data_epoch(kind: str) -> None:
 
 def test_a_phase_that_forgets_the_optimizers_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = map(str, range(1000))
-    monkeypatch.setattr("gradstream.run.nodes._rule_name", lambda plan: next(numbers))
+    monkeypatch.setattr("gradstream.run.plan.RunPlan.rule_name", property(lambda plan: next(numbers)))
     with pytest.raises(AssertionError):
         test_two_phases_of_the_same_settings_are_one_run_to_the_bit("synchronous")
+
+
+def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each worker that goes on from a checkpoint: vectors that it needs, and that it has to read."""
+    found = list[tuple[int, int]]()
+    fill = Carried.fill
+
+    def note(self: Carried, version: int, vectors: Any) -> Any:
+        left = fill(self, version, vectors)
+        found.append((len(vectors), len(left)))
+        return left
+
+    monkeypatch.setattr(Carried, "fill", note)
+    return found
+
+
+def test_workers_of_a_group_read_no_checkpoint_between_two_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have it in memory: parameters and Adam's two vectors. Of a run that is resumed they read all."""
+    found = filled(monkeypatch)
+    kind = {**ALIKE["allreduce"], "phases": [gs.Phase(epochs=1), gs.Phase(epochs=1)]}
+    storage = MemoryStorage()
+    linear(**kind, storage=storage)
+    assert found == [(3, 0)] * 3
+    found.clear()
+    linear(**kind, storage=boundary(storage), resume=True)
+    assert found[-3:] == [(3, 3)] * 3
+
+
+def test_what_a_worker_has_is_of_the_boundary_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of one before a phase with servers, nor before one without this worker, nor of another round."""
+    found = filled(monkeypatch)
+    group = gs.Phase(epochs=1, strategy="allreduce", workers=2)
+    options: dict[str, Any] = {"optimizer": MOMENTUM, "workers": 2}
+    linear(**options, phases=[group, gs.Phase(epochs=1, strategy="synchronous"), group])
+    assert found == [(2, 2)] * 2
+    found.clear()
+    linear(**options, phases=[group, gs.Phase(epochs=1, strategy="allreduce", workers=1), group])
+    assert sorted(found) == [(2, 0), (2, 0), (2, 2)]
+    whole, keep = linear(**options, phases=[group, group]), Carried.keep
+    monkeypatch.setattr(Carried, "keep", lambda self, version, vectors: keep(self, version - 1, vectors))
+    assert same(whole, linear(**options, phases=[group, group]))
+    assert found[-2:] == [(2, 2)] * 2
+
+
+def test_other_numbers_in_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: what is kept is not what the checkpoint has."""
+    keep = Carried.keep
+
+    def spoilt(self: Carried, version: int, vectors: Any) -> None:
+        keep(self, version, {name: [(0, 1.5 * piece)] for name, ((_, piece),) in vectors.items()})
+
+    monkeypatch.setattr(Carried, "keep", spoilt)
+    with pytest.raises(AssertionError):
+        test_two_phases_of_the_same_settings_are_one_run_to_the_bit("allreduce")
 
 
 # ---- a phase is a resumed run -------------------------------------------------------------------

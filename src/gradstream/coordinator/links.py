@@ -12,8 +12,9 @@ Workers that wait less than a quarter of c need no advice. For others it is loca
 which a quarter takes as long as an exchange, x seconds: ⌈x/c⌉ minibatches, which are computed meanwhile (`delay`). So
 nobody waits. The codec is the first of none, `int8`, `float4` and `one-bit` for which H ≤ 20: none loses more than it
 has to. Where none is enough, it is the first with which x is at most a quarter longer than with the quickest: where α
-is most of x, no codec helps. H is no longer than a data epoch, with which rounds end, and at most 500. The time of
-encoding is left out. Whether a model learns as well at such a period is for its user to see.
+is most of x, no codec helps. H is no longer than a data epoch, with which rounds end, and at most 500; where the epoch
+would end with a short round, H is longer by so much that all rounds of an epoch are alike. The time of encoding is left
+out. Whether a model learns as well at such a period is for its user to see.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class Links:
         longest = min(LONGEST, self.epoch or LONGEST)
         delay = max(1, min(math.ceil(seconds / self.compute_s), longest // PARTS))
         every = max(2, min(PARTS * delay, longest))
+        if self.epoch:  # rounds end with an epoch: as many of them, of one length
+            every = max(every, min(LONGEST, math.ceil(self.epoch / max(1, self.epoch // every))))
         return Advice(every, delay, codec, seconds, max(0.0, seconds - delay * self.compute_s) / every)
 
     @property

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, RunStoppedError
 from gradstream.coordinator.client.member import PhaseOverError
@@ -242,12 +243,14 @@ async def _run(
             runtime.storage = ElsewhereStorage(root, endpoint, COORDINATOR, silence_s=patience_s)
         say(address=endpoint.address)
 
+        carried = Carried()
+
         def build(plan: RunPlan, clock: RunClock) -> Callable[[], Awaitable[None]]:
             if role == "shard":
                 from gradstream.run.shard import build_shard  # a run without servers does not import it
 
                 return build_shard(plan, runtime, endpoint, int(rank), model, clock=clock).run
-            worker = build_replica(plan, runtime, endpoint, model, clock=clock)
+            worker = build_replica(plan, runtime, endpoint, model, clock=clock, carried=carried)
             if losses_of(plan).replaces and core is None:
                 return partial(_until_sigterm, worker.run, worker.drain)
             return worker.run

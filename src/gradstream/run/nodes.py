@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 
 from gradstream._version import __version__
+from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.policy import Policy
 from gradstream.collectives.buckets import Buckets
@@ -269,16 +270,19 @@ def build_worker(
     model: Model,
     *,
     clock: RunClock | None = None,
+    carried: Carried | None = None,
 ) -> WorkerNode:
     """Builds one worker, with its own instance of the model; its endpoint knows the coordinator.
 
-    `clock` is that of the node's events, where it has one already.
+    `clock` is that of the node's events, where it has one already, and `carried` that of the process.
     """
     config = worker_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, log=recording_of(plan, runtime))
     member = member_of(plan, runtime, endpoint, "worker", rank, clock=clock)
-    return WorkerNode(runtime, endpoint, member, config)
+    if carried is not None and carried.stretch != plan.phase.stretch:
+        carried.forget()  # this process was in no phase since
+    return WorkerNode(runtime, endpoint, member, config, carried)
 
 
 def build_replica(
@@ -288,17 +292,18 @@ def build_replica(
     model: Model,
     *,
     clock: RunClock | None = None,
+    carried: Carried | None = None,
 ) -> WorkerNode | PartNode:
     """Builds the process of a replica that the endpoint's name says: the worker, or one of its parts.
 
     Args:
         model: the whole model, not yet built, of which a part of a split replica keeps its own.
-        plan, runtime, endpoint, clock: as for `build_worker`.
+        plan, runtime, endpoint, clock, carried: as for `build_worker`.
     """
     name = endpoint.identity.name
     rank, part = int(name.rpartition("-")[2]), part_of(name)
     if plan.parts == 1:
-        return build_worker(plan, runtime, endpoint, rank, model, clock=clock)
+        return build_worker(plan, runtime, endpoint, rank, model, clock=clock, carried=carried)
     config = worker_config(plan, rank, _model_of(plan, model, part), part)
     member = member_of(plan, runtime, endpoint, role_of_part(part), rank, clock=clock)
     return (PartNode if part else WorkerNode)(runtime, endpoint, member, config)

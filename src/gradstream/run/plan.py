@@ -207,7 +207,7 @@ class RunPlan:
         sizes = phase.batch_size or self.whole.batch_size
         joined = sizes * workers if isinstance(sizes, int) else sum(sizes)
         measures = self.whole.phases[number - 1] == MEASURES
-        epoch = samples and max(1, samples // joined)
+        epoch = samples and -(-samples // joined)
         return LinkChoice(workers, self._joined, epoch, only_measures=measures)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradstream.checkpoint.carried import Carried
 from gradstream.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import StateStore
@@ -240,9 +241,12 @@ class SimulatedCluster:
     async def _replica(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
+        carried = Carried()
 
         def build(plan: RunPlan, clock: RunClock) -> Callable[[], Awaitable[None]]:
-            worker = self._workers[runtime.node] = build_replica(plan, runtime, endpoint, model, clock=clock)
+            worker = self._workers[runtime.node] = build_replica(
+                plan, runtime, endpoint, model, clock=clock, carried=carried
+            )
             return worker.run
 
         await run_phases(self.plan, runtime, endpoint, build, zero_ns=self._zero_ns)

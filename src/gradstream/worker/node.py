@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from gradstream.checkpoint.carried import Carried
 from gradstream.collectives.meetings import Meetings
 from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import Member, PhaseOverError, names_of
@@ -47,7 +48,15 @@ GONE = ("NOT_MEMBER", "BAD_CERTIFICATE")
 class WorkerNode:
     """One worker. `run` returns when the run is over, and raises the error that ended it early."""
 
-    def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        member: Member,
+        config: WorkerConfig,
+        carried: Carried | None = None,
+    ) -> None:
+        self._carried = carried or Carried()
         self._runtime = runtime
         self._endpoint = endpoint
         self._member = member
@@ -126,9 +135,12 @@ class WorkerNode:
                 self._meetings.serve()
             await self._member.join(spec, *tensor_specs_of(config.model))
             await self._runtime.gather(self._train(), self._member.over())
-        except PhaseOverError:
+        except PhaseOverError as over:
+            self._carried.forget()
             if self._exchange is not None:
                 self._report(self._exchange)
+                self._carried.stretch = over.next_stretch
+                self._exchange.carry()
             raise
         except Exception as error:
             await self._failed(error)
@@ -211,6 +223,7 @@ class WorkerNode:
             failed=self._failed,
             restores_state=config.restores_state,
             renumbered=config.renumbered,
+            carried=self._carried,
         )
         return Assembly(
             config,

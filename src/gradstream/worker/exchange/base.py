@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotSource
 from gradstream.coordinator.client.member import Member
@@ -39,6 +40,7 @@ class ExchangeContext:
         is_lowest: whether this is the worker of the lowest rank that is still there.
         failed: reports that this node cannot continue.
         restores_state, renumbered: see `WorkerConfig`.
+        carried: what this process has of the checkpoint from which the phase goes on.
     """
 
     runtime: Runtime
@@ -54,6 +56,7 @@ class ExchangeContext:
     failed: Callable[[Exception], Awaitable[None]]
     restores_state: bool = True
     renumbered: int | None = None
+    carried: Carried = field(default_factory=Carried)
 
 
 class Exchange(ABC):
@@ -91,6 +94,10 @@ class Exchange(ABC):
     @abstractmethod
     def report(self) -> Sequence[Event]:
         """Events of the traffic since the last report."""
+
+    def carry(self) -> None:
+        """Keeps in memory what another phase goes on from, where every worker has all of it; see `Carried`."""
+        return
 
     async def close(self) -> None:
         """Ends what runs beside the strategy. Idempotent."""

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from hashlib import blake2b
 
+from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load, unsplit
 from gradstream.collectives.group import Group
@@ -62,6 +63,7 @@ class GroupExchange(Exchange):
         self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
+        self._place = place
         self._snapshot_source = _GroupSnapshot(strategy, self.replica, *chunks, place)
         self._had: Sequence[
             Vector
@@ -123,10 +125,12 @@ class GroupExchange(Exchange):
             return
         folder, storage = context.resume.folder, context.runtime.storage
         work, state = Work("restore", elems=len(self.replica.parameters)), context.restores_state
+        carried, version = context.carried, context.renumbered
         await context.runtime.beside(
-            lambda: source.restore(storage, folder, whole=whole, state=state, version=context.renumbered),
+            lambda: source.restore(storage, folder, carried, whole=whole, state=state, version=version),
             work=work,
         )
+        carried.forget()
 
     async def train(self) -> None:
         """See `Exchange`."""
@@ -275,6 +279,11 @@ class GroupExchange(Exchange):
             )
         ]
 
+    def carry(self) -> None:
+        """See `Exchange`: not where all share one vector in memory, which the checkpoint is beside."""
+        if not self.replica.setup.sharded and self._place is None:
+            self._context.carried.keep(self.replica.version, self._snapshot_source.whole())
+
     async def close(self) -> None:
         """See `Exchange`: leaves the group."""
         await super().close()
@@ -318,6 +327,10 @@ class _GroupSnapshot:
         """See `SnapshotSource`."""
         return self._pieces(self._replica.setup.owned)
 
+    def whole(self) -> Mapping[str, Pieces]:
+        """All that all workers write of a vector, as one piece."""
+        return self._pieces([(0, self._elems)])
+
     def _pieces(self, ranges: Sequence[tuple[int, int]]) -> dict[str, Pieces]:
         """These ranges of the parameters and of the update rule's state."""
         updater, parameters = self._replica.setup.updater, self._replica.parameters.tensor
@@ -348,13 +361,21 @@ class _GroupSnapshot:
         return nullcontext()
 
     def restore(
-        self, storage: Storage, folder: str, *, whole: bool, state: bool = True, version: int | None = None
+        self,
+        storage: Storage,
+        folder: str,
+        carried: Carried,
+        *,
+        whole: bool,
+        state: bool = True,
+        version: int | None = None,
     ) -> None:
         """Reads the ranges that this worker updates, or all, with their state. Raises what `load` raises.
 
         Args:
             storage: the run directory.
             folder: folder of the checkpoint.
+            carried: what need not be read.
             whole: whether to read all.
             state, version: as for `ShardSnapshot.restore`.
         """
@@ -362,5 +383,6 @@ class _GroupSnapshot:
         notes = [v1.Procedure.FromString(b64decode(text)).note for text in manifest.procedures if state]
         self._replica.note = next((note for note in notes if note), b"")
         pieces = self._pieces([(0, self._elems)] if whole or not setup.sharded else setup.owned)
-        load(storage, folder, pieces if state else {"": pieces[""]})
-        self._replica.version = min(manifest.versions, default=0) if version is None else version
+        written = min(manifest.versions, default=0)
+        load(storage, folder, carried.fill(written, pieces if state else {"": pieces[""]}))
+        self._replica.version = written if version is None else version
