@@ -15,7 +15,7 @@ complete the remaining R before that:
 
 where t is the measured time of a minibatch. So the last minibatch is complete as early as possible.
 
-In passes (see `Hands`), a worker i with nothing to do gets a copy of a minibatch that a worker j has, where it is
+In passes (see `Hands`), that holds for each minibatch of a block, and a worker i with nothing to do gets a copy of a minibatch that a worker j has, where it is
 expected to be done with it sooner. Of the minibatches of all j it is the one that is expected last:
 
     tᵢ < |gⱼ + nⱼ·tⱼ - now|         gⱼ: when j was given some; it is the nⱼ-th of those that j had then
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -156,7 +157,10 @@ class BatchAssignment:
         if not size or self._others_sooner(rank, present, left_over, in_hand, at_s):
             return ()
         self._denied_s.pop(rank, None)
-        handed = hands.hand_out(rank, self._limit(rank, present, size, left_over), size)
+        limit = self._limit(rank, present, size, left_over)
+        if hands.in_passes and len(present) > 1:
+            limit = self._in_time(rank, present, left_over, in_hand, limit)
+        handed = hands.hand_out(rank, limit, size)
         self._given[rank] = at_s, in_hand + len(handed)
         self._changes += 1
         return handed
@@ -213,16 +217,32 @@ class BatchAssignment:
         """Whether the others can complete all that is left before this worker completes one more."""
         if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.hands.helping:
             return False
+        if not self._others_can(rank, present, left_over.run, in_hand):
+            return False
+        if in_hand:  # the worker is busy meanwhile
+            return True
+        return at_s - self._denied_s.setdefault(rank, at_s) <= self._each_s(present)[rank]
+
+    def _others_can(self, rank: int, present: Sequence[int], left: int, in_hand: int) -> bool:
+        """Whether the others can complete so many before this worker completes one more than it has in hand."""
         each_s, in_hands, sizes = self._in_hands_of(present)
         own = present.index(rank)
         done_s = (in_hand + 1) * each_s[own]
         more = np.maximum(np.ceil(done_s / each_s) - 1 - in_hands, 0)
         more[own] = 0
-        if left_over.run > float(more @ sizes):
-            return False
-        if in_hand:  # the worker is busy meanwhile
-            return True
-        return at_s - self._denied_s.setdefault(rank, at_s) <= float(each_s[own])
+        return left <= float(more @ sizes)
+
+    def _in_time(
+        self, rank: int, present: Sequence[int], left_over: Unassigned, in_hand: int, most: int
+    ) -> int:
+        """The largest block whose last minibatch the others could not complete before, at least one.
+
+        The next pass waits for the last one. Which worker asks first, and gets a block before the others, is chance.
+        """
+        worth = range(1, most)  # whether to give one more than so many
+        return 1 + bisect_left(
+            worth, True, key=lambda n: self._others_can(rank, present, left_over.run - n, in_hand + n)
+        )
 
     def _in_hands_of(self, present: Sequence[int]) -> tuple[Floats, Floats, Floats]:
         """Seconds of a minibatch of each worker, how many it has without a receipt, and the size of each."""

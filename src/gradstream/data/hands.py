@@ -61,6 +61,7 @@ class Hands:
 
     Attributes:
         helping: as given; True where there is one sequence for all workers.
+        in_passes: as given.
     """
 
     KEPT = ("_hands", "_again", "_refused", "_lost", "_paused")
@@ -75,7 +76,7 @@ class Hands:
         self.helping = helping or plan.num_partitions == 1
         self._plan = plan
         self._sequences = sequences
-        self._in_passes = in_passes
+        self.in_passes = in_passes
         self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
         """By worker, its assigned minibatches: (sequence, k) -> count."""
         self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
@@ -97,7 +98,7 @@ class Hands:
         open_numbers = [other for other in range(len(self._sequences)) if self._is_open(other, taker)]
         stops = {other: self._plan.batches_before(other, behind) for other in open_numbers}
         epoch = sum(self._sequences[other].num_free(stop) for other, stop in stops.items())
-        if self._in_passes:
+        if self.in_passes:
             return Unassigned(epoch, epoch)
         return Unassigned(epoch, sum(self._sequences[other].num_free() for other in open_numbers))
 
@@ -128,7 +129,7 @@ class Hands:
         """
         if len(self._sequences) == 1:
             k = self._sequences[0].first()
-            return None if k is None or (self._in_passes and self._is_ahead(k)) else 0
+            return None if k is None or (self.in_passes and self._is_ahead(k)) else 0
         found: tuple[tuple[float, int, int], int] | None = None
         for number, sequence in enumerate(self._sequences):
             k = sequence.first()
@@ -162,7 +163,7 @@ class Hands:
 
     def copies(self) -> list[Copy]:
         """The minibatches without a receipt that one worker alone has; none unless in passes."""
-        if not self._in_passes:
+        if not self.in_passes:
             return []
         holders: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
         for worker, hand in self._hands.items():
