@@ -92,6 +92,9 @@ OURS = {
     "local-sgd, one-bit, delay 5": Ours("local", "local-sgd", "one-bit", 1, {**EVERY, "delay": 5}),
     "local-sgd, chunk-top-k": Ours("local", "local-sgd", "chunk-top-k", 1, EVERY),
     "local-sgd, chunk-top-k, delay 13": Ours("local", "local-sgd", "chunk-top-k", 1, {**EVERY, "delay": 13}),
+    "local-sgd, chunk-top-k, outer momentum 0.5": Ours(
+        "local", "local-sgd", "chunk-top-k", 1, {**EVERY, "outer_momentum": 0.5}
+    ),
     "diloco, float4": Ours("outer", "diloco", "float4", PERIOD, EVERY, "int8"),
     "async-diloco, int8": Ours(
         "outer", "async-diloco", "int8", PERIOD, {**EVERY, "delay": PERIOD // 4}, "int8"
