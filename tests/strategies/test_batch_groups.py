@@ -169,8 +169,45 @@ def test_one_method_may_follow_another(servers: int, second: Any) -> None:
     assert problem.objective(end_of(run))[0] < problem.objective(end_of(first))[0]
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize(
+    "first", [{"max_iter": 3}, {"max_eval": 5}, {"tolerance_change": 0.1}, {"lr": 1e3}], ids=str
+)
+def test_a_method_begins_anew_in_each_phase(servers: int, first: dict[str, Any]) -> None:
+    """What has ended one phase does not end the next one, and a search of one is not that of the next."""
+    problem = Softmax()
+    phases = [
+        gs.Phase(epochs=10, strategy=gs.LBFGS(**first), servers=servers),
+        gs.Phase(epochs=20, strategy=gs.LBFGS(line_search_fn="armijo", max_iter=4), servers=servers),
+    ]
+    run = run_of(problem, "allreduce", servers=None, epochs=None, phases=phases)
+    alone = run_of(problem, gs.LBFGS(**first), servers=servers, epochs=10)
+    assert run.summary["reason"] == "4 iterations"
+    assert problem.objective(end_of(run))[0] < problem.objective(end_of(alone))[0]
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_evaluations_are_of_accepted_iterates(servers: int) -> None:
+    """Held-out samples are those of the training here, so no loss is above the one before; trials have huge ones."""
+    targets = INPUTS @ np.array([1.0, 2.0, 3.0])
+    run = gs.simulate(
+        model_of(squares),
+        gs.from_arrays(INPUTS, targets, test_inputs=INPUTS, test_targets=targets),
+        strategy=gs.strategies.GradientDescent(lr=1e6),
+        workers=2,
+        servers=servers,
+        batch_size=8,
+        epochs=20,
+        evaluate_every=4,
+        until=gs.until(test_loss=0.5),
+    )
+    losses = [event["loss"] for event in run.events if event["event"] == "evaluated"]
+    assert len(losses) > 5 and losses == sorted(losses, reverse=True)
+    assert losses[-1] <= 0.5 < losses[0]
+
+
 @pytest.mark.parametrize("spoilt", [True, False], ids=["a sample is not finite", "no loss"])
-@pytest.mark.parametrize("epochs", [1, 5])
+@pytest.mark.parametrize("epochs", [2, 5])
 def test_a_method_that_cannot_begin_ends_the_run(spoilt: bool, epochs: int) -> None:
     targets = INPUTS @ np.array([1.0, 2.0, 3.0])
     if spoilt:
@@ -237,6 +274,8 @@ def test_an_ended_method_passes_nothing_over(servers: int) -> None:
         ({"codec": "fp16"}, "a line search needs the exact sum"),
         ({"noise_scale": True}, "of which a batch method makes no step"),
         ({"strategy": "downpour"}, "expected at least 1"),
+        ({"epochs": 1}, "the first pass over the data has the loss and the gradient where the method begins"),
+        ({"record": True}, "LBFGS in a group"),
     ],
 )
 def test_what_a_batch_method_cannot_do_is_refused(options: dict[str, Any], wanted: str) -> None:

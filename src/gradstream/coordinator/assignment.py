@@ -15,8 +15,9 @@ complete the remaining R before that:
 
 where t is the measured time of a minibatch. So the last minibatch is complete as early as possible.
 
-In passes (see `Hands`), that holds for each minibatch of a block, and a worker i with nothing to do gets a copy of a minibatch that a worker j has, where it is
-expected to be done with it sooner. Of the minibatches of all j it is the one that is expected last:
+In passes (see `Hands`), that holds for each minibatch of a block, and a worker i with nothing to do gets a copy of a
+minibatch that a worker j has, where it is expected to be done with it sooner. Of the minibatches of all j it is the one
+that is expected last:
 
     tᵢ < |gⱼ + nⱼ·tⱼ - now|         gⱼ: when j was given some; it is the nⱼ-th of those that j had then
 

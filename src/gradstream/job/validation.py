@@ -272,7 +272,7 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
 
 
 def _check_recorded(job: Job, strategy: Strategy) -> None:
-    name = type(strategy).__name__
+    name = strategy.title or type(strategy).__name__
     if isinstance(strategy, GroupStrategy | PeerStrategy):
         why = f"{name} has no server whose order could differ: the same seed repeats it"
     elif isinstance(strategy, SharedMemoryStrategy):
@@ -288,12 +288,13 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
 
 def _check_acknowledged(job: Job, strategy: Strategy) -> None:
     """Raises where no backup of a shard has all that a new process of it would need."""
+    name = strategy.title or type(strategy).__name__
     if not isinstance(strategy, ServerStrategy):
-        why = f"{type(strategy).__name__} has no servers that could acknowledge anything"
+        why = f"{name} has no servers that could acknowledge anything"
     elif strategy.quorum(job.workers) is not None:
         why = "a quorum decides over all shards at once which pushes count, and no backup has its decisions"
     elif strategy.correction() is not None:
-        why = f"{type(strategy).__name__} corrects pushes by what each worker has read, which no backup has"
+        why = f"{name} corrects pushes by what each worker has read, which no backup has"
     elif job.record:
         why = "a recording has one file for each shard, from its first push on"
     else:
@@ -310,6 +311,11 @@ def _check_passes(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{given}={shown}: {name} makes its own steps from the gradient of all samples; leave {given} out; the "
             "strategy has an lr of its own, and weight decay is a term of the loss"
+        )
+    if job.epochs == 1:
+        raise ConfigError(
+            f"epochs=1 with {name}: the first pass over the data has the loss and the gradient where the method "
+            "begins, and each trial of a step takes another one; expected at least 2"
         )
     if is_open_ended(job):
         why = "the training loop is your own, and nobody else can compute its portions"

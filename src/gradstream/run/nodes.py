@@ -215,8 +215,15 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
 
 
 def restores_state(plan: RunPlan) -> bool:
-    """Whether the optimizer state of the checkpoint is that of the plan's rule, and not of another phase's."""
-    return plan.resume is None or plan.whole is None or plan.resume.rule == plan.rule_name
+    """Whether the optimizer state of the checkpoint is that of the plan's rule, and not of another phase's.
+
+    A batch method begins anew in each phase: the one before may have ended, or had other options.
+    """
+    resume = plan.resume
+    if resume is None or plan.whole is None:
+        return True
+    begins = plan.phase.number != resume.phase.number
+    return resume.rule == plan.rule_name and not (plan.strategy.in_passes and begins)
 
 
 def renumbered(plan: RunPlan) -> int | None:

@@ -432,6 +432,10 @@ def _plan_phases(job: Job, run_id: str, resume: Resume | None, keeps: bool) -> R
     while resume is not None and (after := _after(job, run_id, begin, resume)) is not None:
         begin = replace(after, origin=_first_step(_plan_phase(job, run_id, after, resume)))
     plan = _plan_phase(job, run_id, begin, resume)
+    if plan.strategy.in_passes and resume is not None and begin.number != resume.phase.number:
+        # A method before has ended inside of an epoch, of which it left some portions out. A pass has all of them.
+        whole = replace(resume, done=DataProgress(resume.done.epochs))
+        plan = _plan_phase(job, run_id, begin, whole)
     return replace(plan, every=every)
 
 

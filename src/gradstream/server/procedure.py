@@ -148,6 +148,11 @@ class Execution:
             self._begin(stop.value)
 
     @property
+    def accepted(self) -> bool:
+        """Whether `ACCEPTED` has an iterate: the first iteration is over."""
+        return bool(self.state != self._procedure.begin())
+
+    @property
     def record(self) -> list[Any]:
         """State and replies, as JSON can hold them."""
         return [self.state, [[list(one.scalars), one.loss, one.samples] for one in self.replies]]

@@ -220,6 +220,9 @@ class Worker(Protocol):
     reduction: Reduction  # whether gradients are means or sums over their samples
     step: int  # number of this worker's minibatches before the present one
     version: int  # version of the parameters that gradients are computed on, in their oldest chunk
+    evaluated: (
+        str  # of a batch method: name of the state vector that evaluations take for the parameters; "" these
+    )
 
     async def gradient(self, batch: Minibatch) -> Gradient:
         """Computes the mean gradient over a minibatch, at the worker's parameters.

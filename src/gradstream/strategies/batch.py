@@ -122,7 +122,9 @@ class BatchMethod(ServerStrategy):
         """
         run, fetched = ProcedureRun(self, worker.server), -1
         async for batch in worker.batches(flush=run.catch_up):
-            if not await run.reach(batch.epoch):
+            under_way = await run.reach(batch.epoch)
+            worker.evaluated = ACCEPTED if run.accepted else ""
+            if not under_way:
                 check_beginning(self, run.state)
                 await worker.server.push_soon(worker.leave_out(batch))
                 await worker.server.flush()
@@ -173,6 +175,11 @@ class ProcedureRun:
     def state(self) -> State:
         """See above."""
         return self._at.state
+
+    @property
+    def accepted(self) -> bool:
+        """See `Execution.accepted`."""
+        return self._at.accepted
 
     @property
     def _round(self) -> CommandRound | None:

@@ -85,6 +85,7 @@ class BatchInGroup(GroupStrategy):
         """
         group = worker.group
         run = await GroupProcedure.begun(self.method, group)
+        worker.evaluated = self.checkpointed(group.note)
         async for batch in worker.batches():
             if run.done:
                 await group.leave_out(batch)
@@ -105,7 +106,7 @@ class BatchInGroup(GroupStrategy):
         if worker.ends_epoch(batch):
             await run.go_on()
             check_beginning(self.method, run.at.state)
-        group.note = run.note
+        group.note, worker.evaluated = run.note, ACCEPTED if run.accepted else ""
 
     def checkpointed(self, note: bytes) -> str:
         """The last iterate that the method has accepted, once there is one. The parameters may be those of a trial."""

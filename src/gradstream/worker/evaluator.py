@@ -105,7 +105,10 @@ class Evaluator:
         done = self._schedule.position(ref).after()
         buffers = await self._averager.average(step, last=final)
         strategy = config.strategy
-        own = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients" and not final
+        apart = strategy.in_passes or (
+            isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients"
+        )
+        own = apart and not final  # the worker's parameters are its own, or those of a trial
         parameters = await replica.newest() if own else replica.parameters.tensor
 
         given = (

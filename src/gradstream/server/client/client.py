@@ -198,13 +198,15 @@ class ServerClient:
             return Arrival(vector, self.chunks.num_chunks, chunks, codec)
         return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
-    async def fetch_into(self, vector: Vector) -> Sequence[int]:
+    async def fetch_into(self, vector: Vector, name: str = "") -> Sequence[int]:
         """Fetches all parameters as they are now, in no order with the operations above. Returns their versions.
+
+        Or, by its name, a state vector of the shards.
 
         Push no gradients that were computed on them: a shard with a correction keeps no copy for this fetch.
         """
         arrival = Arrival(vector, self.chunks.num_chunks)
-        await PendingFetchRequest(self._links, arrival, v1.Fetch()).run()
+        await PendingFetchRequest(self._links, arrival, v1.Fetch(vector=name)).run()
         return arrival.versions
 
     async def reclaim_back_buffer(self) -> None:

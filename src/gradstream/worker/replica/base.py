@@ -94,6 +94,7 @@ class Replica(ABC):
 
     Attributes:
         samples: number of samples that the worker has gone through.
+        evaluated: see `strategies.api.Worker`.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Replica(ABC):
         self.samples = 0
         self._ahead_samples = 0
         self._converged = False
+        self.evaluated = ""
         self.version = -1  # there are no parameters yet
         self._context = context
         self._runtime = context.runtime

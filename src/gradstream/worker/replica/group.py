@@ -137,7 +137,7 @@ class GroupReplica(Replica):
 
     async def newest(self) -> torch.Tensor:
         """See `Replica.newest`: between two rounds, all workers have the same parameters."""
-        return self.parameters.tensor
+        return (self.setup.updater.state[self.evaluated] if self.evaluated else self.parameters).tensor
 
     async def _flush(self) -> None:
         """Does nothing: a round is in the model when the strategy continues after it."""

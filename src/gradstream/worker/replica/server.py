@@ -77,7 +77,7 @@ class ServerReplica(Replica):
         """See `Replica.newest`: by a fetch that the strategy does not see."""
         memory = Memory(shape_only=self._runtime.memory.shape_only)
         vector = memory.allocate(self._layout.elems, self._layout.dtype, "evaluated")
-        await self.server.fetch_into(vector)
+        await self.server.fetch_into(vector, self.evaluated)
         return vector.tensor
 
     async def _flush(self) -> None:
