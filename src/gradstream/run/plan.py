@@ -540,10 +540,11 @@ def _check_procedure(plan: RunPlan, resume: Resume) -> None:
     """Raises ConfigError where a batch method would go on in the middle of what another one has begun."""
     rule = plan.rule_name
     if plan.strategy.in_passes and resume.rule != rule:
+        before, now = (one.rpartition(" of ")[2] or "no batch method" for one in (resume.rule, rule))
         raise ConfigError(
-            f"the checkpoint {resume.folder} has the state of {resume.rule or 'no batch method'}, and the run would go "
-            f"on with {rule}: resume it with the strategy and the vectors that it had, with servers or without as "
-            "before; or begin a new run, and give it these parameters"
+            f"the checkpoint {resume.folder} has the state of {before}, and the run would go on with {now}: resume it "
+            "with the strategy and the vectors that it had, with servers or without as before; or begin a new run, and "
+            "give it these parameters"
         )
 
 
