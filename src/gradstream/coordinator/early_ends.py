@@ -83,11 +83,11 @@ class EarlyEnds:
         if self._links is not None and (model := self._membership.admission.model) is not None:
             self._links.event(event)
             size = (model.elems, itemsize_bytes(model.dtype))
-            if event["event"] == "step" and event["rank"] == 0:
-                self._membership.phases.chosen = self._links.chosen(*size).as_json()
-            if event["event"] == "step" and (reason := self._links.ends(*size)):
-                self._membership.phases.chosen = self._links.chosen(*size).as_json()
-                out += self._membership.cross(reason, at_s)
+            if event["event"] == "step":
+                reason = self._links.ends(*size)
+                if reason or event["rank"] == 0:
+                    self._membership.phases.chosen = self._links.chosen(*size).as_json()
+                out += self._membership.cross(reason, at_s) if reason else []
         if self._variance_test is not None and (grown := self._variance_test.event(event)):
             out += self._membership.grow(grown, at_s)
         for criterion, end in self._each:

@@ -393,22 +393,20 @@ class GroupPeers:
 
     async def command(self, commands: Sequence[v1.Command]) -> Sequence[float]:
         """See `strategies.api.Peers`."""
-        from gradstream.server.arithmetic import (
-            dots_of,
-            names_of,
-            outs_of,
-            perform,
-        )  # only batch methods have any
+        from gradstream.server import arithmetic  # only batch methods have any
 
         vectors = {"": self._replica.parameters, **self._setup.updater.state}
-        used, outs = {name: vectors[name] for name in names_of(commands)}, outs_of(commands)
+        used, outs = (
+            {name: vectors[name] for name in arithmetic.names_of(commands)},
+            arithmetic.outs_of(commands),
+        )
         begun_ns = self._runtime.now()
         scalars = await self._runtime.compute(
-            lambda _: perform(commands, {name: vector.tensor for name, vector in used.items()}),
+            lambda _: arithmetic.perform(commands, {name: vector.tensor for name, vector in used.items()}),
             work=Work("apply", elems=len(commands) * len(self._replica.parameters)),
             reads=[vector.all for name, vector in used.items() if name not in outs],
             writes=[used[name].all for name in outs],
-            shape_only=[0.0] * dots_of(commands),
+            shape_only=[0.0] * arithmetic.dots_of(commands),
         )
         self._meter.commanded(begun_ns)
         return scalars
