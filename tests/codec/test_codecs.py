@@ -73,7 +73,7 @@ N = 1 << 16
     [
         (C.Cast(), 2 * N), (C.Blocks("int8", block=256), N + 4 * N // 256), (C.Blocks("int4"), N // 2 + 4 * N // 256),
         (C.TopK(0.01), 8 * math.ceil(0.01 * N)), (C.DGC(0.001), 8 * math.ceil(0.001 * N)),
-        (C.ChunkTopK(), N // 4096 * (64 * 14 // 8 + 4 + 64 // 2)), (C.DCT(), 5 * 4 * N // 64),
+        (C.ChunkTopK(), N // 4096 * (64 * (8 + 2) // 8 + 4)), (C.DCT(), 5 * 4 * N // 64),
         (C.QSGD(bits=4, bucket=512), 4 * N // 8 + 4 * N // 512), (C.Sign(), N // 8 + 4),
         (C.Sign(block=256, two_means=True), N // 8 + 8 * (N // 256)), (C.RandomK(0.01), 4 * math.ceil(0.01 * N) + 8),
         (C.ErrorFeedback(C.Sign()), N // 8 + 4), (C.EF21(C.TopK(0.01)), 8 * math.ceil(0.01 * N)),
@@ -126,7 +126,7 @@ def test_float4_takes_the_nearest_of_its_numbers() -> None:
 
 
 def test_chunks_send_their_largest_by_two_bits() -> None:
-    """Beside NumPy. The paper's places take 12 bits; here two bytes, 4 bits more each."""
+    """Beside NumPy. The paper's places take 12 bits; here 8."""
     tensor = normal(300)
     came = sent(C.ChunkTopK(k=8, chunk=100), tensor).numpy().reshape(3, 100)
     for row, chunk in zip(came, tensor.numpy().reshape(3, 100), strict=True):

@@ -6,7 +6,7 @@ The encoded size follows from the number of elements alone, so that both sides h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -73,5 +73,18 @@ class Codec(Protocol):
         Raises:
             DataError: the bytes are none that `encode` makes. They may have come from anywhere. Whether numbers are
                 finite is left to the caller.
+        """
+        ...
+
+
+@runtime_checkable
+class SparseCodec(Protocol):
+    """What a codec has that sends few of the elements, so that nobody goes through the zeros between them."""
+
+    def entries(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `decode` would write: places (n,) int64 in [0, elems), each once, and values (n,) float32.
+
+        Raises:
+            DataError: as `decode`.
         """
         ...

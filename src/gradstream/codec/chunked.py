@@ -6,21 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gradstream.codec.base import NO_STATE
-from gradstream.codec.bits import as_codes, pack, packed_bytes, unpack
-from gradstream.errors import ConfigError, DataError
+from gradstream.codec.bits import TILE_ELEMS, as_codes, pack, packed_bytes, unpack
+from gradstream.codec.places import Places
+from gradstream.errors import ConfigError
 
 BITS = 2
+NUMBERS = (1 / 3, -1 / 3, 1.0, -1.0)
+"""By code, in the scale of the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTopK:
     """Of each chunk the k numbers of largest absolute value, as one of ±m, ±m/3: m is the largest of them.
 
-    2k + k/4 + 4 bytes a chunk: places within a chunk take two bytes. With `ErrorFeedback(..., decay=0.95)` around it,
-    on outer gradients, it is SparseLoCo's way of sending.
+    A chunk takes 4 bytes for m, k/4 for codes, and what `Places` says: with the defaults one byte for each place. With
+    `ErrorFeedback(..., decay=0.95)` around it, on outer gradients, it is SparseLoCo's way of sending.
 
     Args:
         k: numbers of a chunk that are sent, a multiple of 4.
@@ -30,11 +35,12 @@ class ChunkTopK:
         ConfigError: a value is out of its range.
 
     Reference:
-        Sarfi, Thérien, Lidin, Belilovsky, Communication efficient LLM pre-training with SparseLoCo, 2025.
+        Sarfi, Thérien, Lidin, Belilovsky, Communication efficient LLM pre-training with SparseLoCo, 2025. There, a
+        place takes 12 bits.
 
     Example:
         >>> gs.codecs.ChunkTopK(k=64, chunk=4096).encoded_bytes(4096)
-        148
+        84
     """
 
     linear: ClassVar[bool] = False
@@ -54,7 +60,8 @@ class ChunkTopK:
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`. The last chunk counts as a whole one."""
-        return self._num_chunks(elems) * (4 + 2 * self.k + packed_bytes(self.k, BITS))
+        chunk_bytes = 4 + self._places.row_bytes + packed_bytes(self.k, BITS)
+        return self._num_chunks(elems) * chunk_bytes
 
     def encode(
         self,
@@ -67,40 +74,81 @@ class ChunkTopK:
         """See `Codec`."""
         del state, seed
         scales, places, codes = self._split(into, len(tensor))
-        rows = self._rows(tensor)
-        found = torch.topk(rows.abs(), self.k, dim=1)
-        scales.copy_(found.values[:, 0])
-        places.copy_(found.indices)
-        values = rows.gather(1, found.indices)
-        large = found.values * 3 > 2 * found.values[:, :1]  # nearer to m than to m/3
-        pack(as_codes(large.to(torch.int8).mul_(2).add_(values.signbit())), BITS, codes)
+        if not len(scales):
+            return
+        found = np.empty((len(scales), self.k), np.int64)
+        values = np.empty((len(scales), self.k), np.float32)
+        whole = len(tensor) // self.chunk
+        rows = tensor[: whole * self.chunk].view(whole, self.chunk).numpy()
+        step = max(1, TILE_ELEMS // self.chunk)
+        for start in range(0, whole, step):
+            tile = slice(start, min(start + step, whole))
+            found[tile] = _largest(rows[tile], self.k)
+            values[tile] = np.take_along_axis(rows[tile], found[tile], axis=1)
+        if whole < len(scales):
+            last = np.zeros((1, self.chunk), np.float32)
+            last[0, : len(tensor) % self.chunk] = tensor[whole * self.chunk :].numpy()
+            found[whole:] = _largest(last, self.k)
+            values[whole:] = np.take_along_axis(last, found[whole:], axis=1)
+        sizes = np.abs(values)
+        most = sizes.max(axis=1)
+        scales.numpy()[:] = most
+        self._places.write(found, places.numpy())
+        large = sizes * np.float32(3) > 2 * most[:, None]  # nearer to m than to m/3
+        numbers = 2 * large.astype(np.int8) + np.signbit(values)
+        pack(as_codes(torch.from_numpy(numbers)), BITS, codes)
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""
-        scales, places, codes = self._split(encoded, len(into))
-        where = places.long()
-        if len(where) and (int(where.min()) < 0 or int(where.max()) >= self.chunk):
-            raise DataError(
-                f"an element at {int(where.max())} of a chunk; expected places from 0 to {self.chunk - 1}"
-            )
-        numbers = torch.tensor([1 / 3, -1 / 3, 1.0, -1.0])
-        values = numbers[unpack(codes, BITS, where.numel()).int()].view(where.shape) * scales.unsqueeze(1)
-        rows = torch.zeros(len(scales), self.chunk).scatter_(1, where, values)
-        into.copy_(rows.view(-1)[: len(into)])
+        places, values = self.entries(encoded, len(into))
+        into.zero_()
+        into[places] = values
+
+    def entries(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SparseCodec`."""
+        scales, places, codes = self._split(encoded, elems)
+        chunks = len(scales)
+        where = torch.from_numpy(self._places.read(places.numpy(), chunks))
+        where += torch.arange(chunks).unsqueeze(1) * self.chunk
+        numbers = torch.tensor(NUMBERS)[unpack(codes, BITS, where.numel()).int()]
+        values = numbers.view(where.shape) * scales.unsqueeze(1)
+        if elems % self.chunk:
+            inside = where < elems
+            return where[inside], values[inside]
+        return where.view(-1), values.view(-1)
+
+    @property
+    def _places(self) -> Places:
+        return Places(self.k, self.chunk)
 
     def _num_chunks(self, elems: int) -> int:
         return -(-elems // self.chunk)
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The chunks, the last one filled up with zeros."""
-        missing = -len(tensor) % self.chunk
-        return torch.nn.functional.pad(tensor, (0, missing)).view(-1, self.chunk)
-
     def _split(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         chunks = self._num_chunks(elems)
-        scales, places = 4 * chunks, 2 * self.k * chunks
+        scales, places = 4 * chunks, self._places.row_bytes * chunks
         return (
             encoded[:scales].view(torch.float32),
-            encoded[scales : scales + places].view(torch.int16).view(chunks, self.k),
+            encoded[scales : scales + places],
             encoded[scales + places :],
         )
+
+
+def _largest(rows: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """Places of the k numbers of largest absolute value in each row, (rows, k), in order.
+
+    NumPy's partition is six times as fast as torch's `topk` where the processor has AVX512.
+    """
+    sizes = np.abs(rows)
+    length = sizes.shape[1]
+    threshold = np.partition(sizes, length - k, axis=1)[:, length - k, None]
+    large = sizes >= threshold
+    places, found = np.flatnonzero(large), np.empty((len(rows), k), np.int64)
+    if len(places) == found.size:
+        np.remainder(places.reshape(found.shape), length, out=found)
+        return found
+    for row, several in enumerate(large):  # some are equal to the threshold, and not all of them have room
+        surely = np.flatnonzero(sizes[row] > threshold[row])
+        equal = np.flatnonzero(several & (sizes[row] == threshold[row]))
+        found[row] = np.sort(np.concatenate((surely, equal[: k - len(surely)])))
+    return found

@@ -78,3 +78,7 @@ class DGC:
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""
         TopK(self.density).decode(encoded, into)
+
+    def entries(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SparseCodec`."""
+        return TopK(self.density).entries(encoded, elems)

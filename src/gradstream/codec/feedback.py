@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from gradstream.codec.base import NO_STATE, Codec
+from gradstream.codec.base import NO_STATE, Codec, SparseCodec
 from gradstream.codec.low_rank import PowerSGD
-from gradstream.codec.sparse import TopK
 from gradstream.errors import ConfigError
 
 RESIDUAL = "residual"
@@ -93,8 +92,9 @@ class ErrorFeedback:
         """See `Codec`."""
         residual = state[RESIDUAL].add_(tensor)
         self.codec.encode(residual, into, seed=seed)
-        if isinstance(self.codec, TopK):
-            self.codec.clear(into, residual)
+        if isinstance(self.codec, SparseCodec):
+            places, values = self.codec.entries(into, len(residual))
+            residual[places] -= values
         else:
             sent = torch.empty_like(residual)
             self.codec.decode(into, sent)
@@ -105,6 +105,12 @@ class ErrorFeedback:
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""
         self.codec.decode(encoded, into)
+
+
+def sparse_part(codec: Codec) -> SparseCodec | None:
+    """The codec that decodes what this one sends, if it sends few of the elements."""
+    inner = codec.codec if isinstance(codec, ErrorFeedback) else codec
+    return inner if isinstance(inner, SparseCodec) else None
 
 
 @dataclass(frozen=True, slots=True)

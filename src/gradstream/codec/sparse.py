@@ -104,23 +104,24 @@ class TopK:
         numbers.view(torch.int32).copy_(places)
         torch.index_select(tensor, 0, places, out=values.view(torch.float32))
 
-    def clear(self, encoded: torch.Tensor, left: torch.Tensor) -> None:
-        """Takes the numbers that were encoded out of the tensor that they are from."""
-        left.index_fill_(0, encoded.view(2, -1)[0].view(torch.int32).long(), 0.0)
-
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""
+        places, values = self.entries(encoded, len(into))
         into.zero_()
+        into[places] = values
+
+    def entries(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SparseCodec`."""
         if not len(encoded):
-            return
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
         numbers, values = encoded.view(2, -1).unbind()
         places = numbers.view(torch.int32).long()
-        if int(places.min()) < 0 or int(places.max()) >= len(into):
+        if int(places.min()) < 0 or int(places.max()) >= elems:
             raise DataError(
                 f"an element at {int(places.max()) if int(places.min()) >= 0 else int(places.min())}; expected "
-                f"places from 0 to {len(into) - 1}"
+                f"places from 0 to {elems - 1}"
             )
-        into[places] = values.view(torch.float32)
+        return places, values.view(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +180,17 @@ class RandomK:
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""
+        places, values = self.entries(encoded, len(into))
+        into.zero_()
+        into[places] = values
+
+    def entries(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SparseCodec`."""
         low, high = encoded[:4].view(torch.int32).item(), encoded[4:8].view(torch.int32).item()
         if low < 0 or high < 0:
             raise DataError(f"a seed of halves {low} and {high}; expected no negative ones")
-        places, _ = self._places(len(into), int(low) | int(high) << 31)
-        into.zero_()
-        into[places] = encoded[8:].view(torch.float32)
+        places, _ = self._places(elems, int(low) | int(high) << 31)
+        return places, encoded[8:].view(torch.float32)
 
     def _places(self, elems: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Places, and the lengths of their ranges."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.codec.base import Codec
+from gradstream.codec.feedback import sparse_part
 from gradstream.codec.seeds import seed_of
 from gradstream.codec.words import WORD, check_dtype, words_of
 from gradstream.collectives.group import Group, SwappingGroup, slice_of
@@ -79,6 +80,7 @@ class CodedSums:
         if isinstance(group, SwappingGroup) and group.size > 2 and getattr(codec, "dense", False):
             self._swaps = group
         self._codec = codec
+        self._sparse = sparse_part(codec)
         self._seed = seed
         self._state = state
         self._check_bytes(bounds[-1][1], dtype.itemsize)
@@ -182,16 +184,24 @@ class CodedSums:
             into.fill_(math.nan)
             return
         for start, stop in _blocks(len(into)):
-            decoded = self._decoded.tensor[: stop - start] if add else into[start:stop]
             encoded = part[at:].view(torch.uint8)[: self._codec.encoded_bytes(stop - start)]
             try:
-                self._codec.decode(encoded, decoded)
+                self._decode_block(encoded, into[start:stop], add=add)
             except DataError as error:
                 sender = self._group.names[number]
                 raise DataError(f"the part of {sender} in step {bucket.step}: {error}") from error
-            if add:
-                into[start:stop].add_(decoded)
             at += words_of(self._codec, stop - start)
+
+    def _decode_block(self, encoded: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
+        if not add:
+            self._codec.decode(encoded, into)
+        elif self._sparse is not None:
+            places, values = self._sparse.entries(encoded, len(into))
+            into[places] += values
+        else:
+            decoded = self._decoded.tensor[: len(into)]
+            self._codec.decode(encoded, decoded)
+            into.add_(decoded)
 
     async def _compute(self, work: Callable[[object], None], bucket: _Bucket, parts: Span) -> None:
         span = bucket.span
