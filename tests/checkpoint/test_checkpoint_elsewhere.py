@@ -15,6 +15,8 @@ from gradstream._simulate import simulate
 from gradstream.checkpoint import newest
 from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.checkpoint.folder import data_offset
+from gradstream.checkpoint.snapshot import NodeSnapshots
+from gradstream.run import nodes as run_nodes
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
@@ -22,6 +24,8 @@ from gradstream.testing.runs import QUICK, least_squares
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.simulated.endpoint import MemoryEndpoint
 from gradstream.wire import v1
+from gradstream.worker.exchange.group import _GroupSnapshot
+from whole_runs import same
 
 MODEL, DATA = least_squares(320, 400, seed=1, whole=False, dtype="float32", reduction="mean")
 JOB: dict[str, Any] = {
@@ -150,3 +154,64 @@ def test_what_a_run_goes_on_from_is_read_to_the_byte_and_no_other_file() -> None
     assert read.pop("a range") == there["model.safetensors"][begin : begin + CHUNK_BYTES]
     assert read == there
     assert refused == ["BAD_REQUEST"] * 5
+
+
+# ---- groups -----------------------------------------------------------------------------------
+
+GROUP: dict[str, Any] = {
+    **JOB, "servers": 0, "workers": 3, "optimizer": gs.optim.Adam(lr=0.01), "strategy": "allreduce",
+}  # fmt: skip
+
+
+def writers(monkeypatch: pytest.MonkeyPatch, away: Sequence[int]) -> set[str]:
+    """Lets workers of these ranks say that they see no run directory. The nodes that write, as they do."""
+    found = set[str]()
+    member_of, write = run_nodes.member_of, NodeSnapshots._write
+
+    def far(plan: Any, runtime: Any, endpoint: Any, role: str, rank: int, **options: Any) -> Any:
+        member = member_of(plan, runtime, endpoint, role, rank, **options)
+        member.node.elsewhere = rank in away
+        return member
+
+    async def noted(self: Any, *arguments: Any) -> Any:
+        found.add(self._runtime.node)
+        return await write(self, *arguments)
+
+    monkeypatch.setattr(run_nodes, "member_of", far)
+    monkeypatch.setattr(NodeSnapshots, "_write", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("away", "write"), [((), {0, 1, 2}), ((1, 2), {0}), ((0,), {1, 2}), ((0, 1, 2), {0, 1, 2})], ids=str
+)
+def test_of_a_group_those_write_that_see_the_run_directory(
+    monkeypatch: pytest.MonkeyPatch, away: tuple[int, ...], write: set[int]
+) -> None:
+    """All have everything. What they have written is the whole: a resumed run ends with the same bits."""
+    whole = simulate(MODEL, DATA, storage=MemoryStorage(), **GROUP)
+    found, storage = writers(monkeypatch, away), MemoryStorage()
+
+    async def stop(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(0.5)
+        cluster.stop()
+
+    with pytest.raises(gs.errors.Interrupted):
+        simulate(MODEL, DATA, storage=storage, script=stop, **GROUP)
+    assert found == {f"worker-{rank}" for rank in write}
+    assert same(whole, simulate(MODEL, DATA, storage=storage, resume=True, **GROUP))
+
+
+def test_of_a_group_with_sharded_state_all_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = writers(monkeypatch, (1, 2))
+    simulate(MODEL, DATA, storage=MemoryStorage(), **{**GROUP, "strategy": gs.AllReduce(sharded=True)})
+    assert found == {"worker-0", "worker-1", "worker-2"}
+
+
+def test_parts_that_nobody_writes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the one that writes counts those that do not."""
+    writers(monkeypatch, (1, 2))
+    monkeypatch.setattr(_GroupSnapshot, "_among", lambda self, holders: (0, 3))
+    run = simulate(MODEL, DATA, storage=MemoryStorage(), **GROUP)
+    failed = [event for event in run.events if event["event"] == "checkpoint_failed"]
+    assert failed and "worker-0 has reported" in failed[0]["message"]

@@ -36,15 +36,19 @@ Pieces = Sequence[tuple[int, torch.Tensor]]
 class SnapshotSource(Protocol):
     """A node that has parts of the run's vectors: a shard, or a worker where there are no servers."""
 
-    def pieces(self) -> Mapping[str, Pieces]:
-        """Returns the node's pieces of each vector, by name: "" for the parameters, else a state of the optimizer."""
+    def pieces(self, holders: Sequence[str]) -> Mapping[str, Pieces]:
+        """Returns the node's pieces of each vector, by name: "" for the parameters, else a state of the optimizer.
+
+        Args:
+            holders: names of all nodes that write this snapshot; this one is among them.
+        """
         ...
 
-    def versions(self) -> Sequence[int]:
+    def versions(self, holders: Sequence[str]) -> Sequence[int]:
         """Returns the versions of the node's chunks."""
         ...
 
-    def procedures(self) -> Sequence[v1.Procedure]:
+    def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
         """Returns what the node's chunks know of a procedure; nothing if there is none."""
         ...
 
@@ -111,7 +115,10 @@ class NodeSnapshots:
         return snapshot.number > number and snapshot.phase == v1.Snapshot.SNAPSHOT
 
     async def _serve(self, snapshot: v1.Snapshot) -> None:
-        vectors = self._source.pieces()
+        holders = snapshot.holders
+        if self._runtime.node not in holders:
+            return
+        vectors = self._source.pieces(holders)
         pieces = [piece for place in snapshot.places for _, piece in vectors[place.vector]]
         needed_bytes = sum(piece.nbytes for piece in pieces)
         free_bytes = free_memory_bytes()
@@ -119,7 +126,7 @@ class NodeSnapshots:
         sums: list[int] = []
         elems = sum(map(len, pieces))
         async with self._source.still():
-            versions, procedures = self._source.versions(), self._source.procedures()
+            versions, procedures = self._source.versions(holders), self._source.procedures(holders)
             if copies:
                 vectors = await self._copied(vectors, elems)
             else:

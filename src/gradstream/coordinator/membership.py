@@ -111,7 +111,8 @@ class Membership:
         self.deadlines = deadlines or Deadlines()
         self.balance = distribution.balance
         self.participation = distribution.participation
-        self.nodes = Nodes(started.workers, started.servers, parts, stretch.before)
+        alike = losses.regroups and losses.stands_in
+        self.nodes = Nodes(started.workers, started.servers, parts, stretch.before, alike=alike)
         self.admission = Admission(self.nodes, resume)
         self.progress = SampleProgress(ledger, started.num_samples, resume, in_rounds=started.in_rounds)
         self.estates = Estates(ledger, self.nodes) if losses.redoes and isinstance(ledger, Ledger) else None

@@ -17,7 +17,7 @@ class Snapshot:
     Args:
         number: its number, from 1.
         workers: names of the workers that it pauses.
-        holders: names of the nodes that hold the vectors: the shards, or the workers where there are none.
+        holders: names of the nodes that write the vectors: see `Nodes.holders`.
         in_rounds: all workers stop after the same number of minibatches.
         last: the run stops with it.
         began_s: when it began, in seconds.
@@ -95,6 +95,7 @@ class Snapshot:
             phase=self.phase,
             stop_at=self.stop_at,
             places=places,
+            holders=self.holders if self.phase in (v1.Snapshot.SNAPSHOT, v1.Snapshot.WRITE) else (),
             last=self.last,
             ends=self.ends,
         )

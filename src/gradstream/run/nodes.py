@@ -15,6 +15,7 @@ import numpy as np
 
 from gradstream._version import __version__
 from gradstream.checkpoint.carried import Carried
+from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.policy import Policy
 from gradstream.collectives.buckets import Buckets
@@ -456,6 +457,7 @@ def member_of(
         rank=rank,
         address=endpoint.address,
         incarnation=identity.incarnation,
+        elsewhere=isinstance(runtime.storage, ElsewhereStorage),
     )
     return Member(
         runtime,

@@ -647,7 +647,7 @@ class Resharded(_message.Message):
     def __init__(self, first: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "role", "rank", "address", "incarnation", "enters", "since")
+    __slots__ = ("name", "role", "rank", "address", "incarnation", "enters", "since", "elsewhere")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -655,6 +655,7 @@ class Node(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ENTERS_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     rank: int
@@ -662,7 +663,8 @@ class Node(_message.Message):
     incarnation: int
     enters: int
     since: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., enters: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
+    elsewhere: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., enters: _Optional[int] = ..., since: _Optional[int] = ..., elsewhere: bool = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer", "rows", "parts")
@@ -871,7 +873,7 @@ class Interval(_message.Message):
     def __init__(self, number: _Optional[int] = ..., paused: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("number", "phase", "stop_at", "places", "last", "ends")
+    __slots__ = ("number", "phase", "stop_at", "places", "last", "ends", "holders")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PAUSE: _ClassVar[Snapshot.Phase]
@@ -897,13 +899,15 @@ class Snapshot(_message.Message):
     PLACES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     number: int
     phase: Snapshot.Phase
     stop_at: _containers.ScalarMap[str, int]
     places: _containers.RepeatedCompositeFieldContainer[Place]
     last: bool
     ends: bool
-    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Snapshot.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ..., ends: bool = ...) -> None: ...
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Snapshot.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ..., ends: bool = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("vector", "path", "offset_bytes")

@@ -30,7 +30,7 @@ class ShardSnapshot:
         self._service = service
         self._place = place
 
-    def pieces(self) -> Mapping[str, Pieces]:
+    def pieces(self, holders: Sequence[str] = ()) -> Mapping[str, Pieces]:
         """See `SnapshotSource`."""
         store, known = self._service.store, self._service.state.chunks
         pieces: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in ("", *store.state)}
@@ -44,11 +44,11 @@ class ShardSnapshot:
             return pieces
         return {name: unsplit(those, self._place) for name, those in pieces.items()}
 
-    def versions(self) -> Sequence[int]:
+    def versions(self, holders: Sequence[str]) -> Sequence[int]:
         """See `SnapshotSource`."""
         return self._service.state.versions()
 
-    def procedures(self) -> Sequence[v1.Procedure]:
+    def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
         """See `SnapshotSource`."""
         chunks = self._service.state.chunks
         return ChunkProcedure.messages({number: chunk.procedure for number, chunk in chunks.items()})

@@ -6,6 +6,7 @@ import asyncio
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
@@ -20,7 +21,7 @@ from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.parts import PartMap
+from gradstream.wire.parts import PartMap, part_of
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.forming import LOST, GroupForming
 from gradstream.worker.replica.group import GroupReplica
@@ -64,7 +65,7 @@ class GroupExchange(Exchange):
         self._accounted = (0, 0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
         self._place = place
-        self._snapshot_source = _GroupSnapshot(strategy, self.replica, *chunks, place)
+        self._snapshot_source = _GroupSnapshot(context.runtime.node, strategy, self.replica, *chunks, place)
         self._had: Sequence[
             Vector
         ] = ()  # parameters and state of `version`, while the replica has none that are whole
@@ -299,9 +300,11 @@ def _nothing() -> None:
 class _GroupSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: a piece is this worker's slice of a bucket.
 
-    All workers pause after the same round, with the same parameters, so each writes a part of the vectors.
+    All workers pause after the same round, with the same parameters, so each that writes does so with a part of the
+    vectors.
 
     Args:
+        node: name of this worker's node.
         strategy: strategy of the run.
         replica: this worker.
         elems: number of elements.
@@ -311,21 +314,29 @@ class _GroupSnapshot:
 
     def __init__(
         self,
+        node: str,
         strategy: GroupStrategy,
         replica: GroupReplica,
         elems: int,
         chunk_elems: int,
         place: PartMap | None = None,
     ) -> None:
+        self._node = node
         self._strategy = strategy
         self._replica = replica
         self._place = place
         self._elems = elems
         self._chunk_elems = chunk_elems
 
-    def pieces(self) -> Mapping[str, Pieces]:
+    def pieces(self, holders: Sequence[str]) -> Mapping[str, Pieces]:
         """See `SnapshotSource`."""
-        return self._pieces(self._replica.setup.owned)
+        index, size = self._among(holders)
+        return self._pieces(replace(self._replica.setup.buckets, size=size).owned(index))
+
+    def _among(self, holders: Sequence[str]) -> tuple[int, int]:
+        """The place of this worker among those that write vectors of its part, and their number."""
+        same = [name for name in holders if part_of(name) == part_of(self._node)]
+        return same.index(self._node), len(same)
 
     def whole(self) -> Mapping[str, Pieces]:
         """All that all workers write of a vector, as one piece."""
@@ -343,16 +354,16 @@ class _GroupSnapshot:
             return pieces
         return {name: unsplit(those, self._place) for name, those in pieces.items()}
 
-    def versions(self) -> Sequence[int]:
+    def versions(self, holders: Sequence[str]) -> Sequence[int]:
         """See `SnapshotSource`: the number of rounds in the model."""
-        group = self._replica.setup.group
-        chunks = ChunkMap(self._elems, self._chunk_elems, group.size)
-        return [self._replica.version] * len(chunks.chunks_of(group.rank))
+        index, size = self._among(holders)
+        chunks = ChunkMap(self._elems, self._chunk_elems, size)
+        return [self._replica.version] * len(chunks.chunks_of(index))
 
-    def procedures(self) -> Sequence[v1.Procedure]:
+    def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
         """See `SnapshotSource`: the group's note, from its first worker alone, since all have the same."""
         replica = self._replica
-        if not replica.note or replica.setup.group.rank:
+        if not replica.note or self._among(holders)[0]:
             return ()
         return [v1.Procedure(number=replica.version, note=replica.note)]
 

@@ -255,7 +255,7 @@ class _PeerSnapshot:
     def _slice(self) -> tuple[int, int]:
         return slice_of(len(self._exchange.replica.parameters), *self._place)
 
-    def pieces(self) -> Mapping[str, Pieces]:
+    def pieces(self, holders: Sequence[str]) -> Mapping[str, Pieces]:
         """See `SnapshotSource`; filled in within `still`."""
         start, stop = self._slice
         memory, dtype = self._exchange.context.runtime.memory, self._exchange.replica.parameters.tensor.dtype
@@ -263,13 +263,13 @@ class _PeerSnapshot:
             self._mean = memory.allocate(stop - start, dtype, "mean")
         return {"": [(start, self._mean.tensor)] if start < stop else []}
 
-    def versions(self) -> Sequence[int]:
+    def versions(self, holders: Sequence[str]) -> Sequence[int]:
         """See `SnapshotSource`: the number of rounds."""
         rank, size = self._place
         chunks = ChunkMap(len(self._exchange.replica.parameters), self._chunk_elems, size)
         return [self._exchange.replica.version] * len(chunks.chunks_of(rank))
 
-    def procedures(self) -> Sequence[v1.Procedure]:
+    def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
         """See `SnapshotSource`: there are no servers that could have one."""
         return ()
 

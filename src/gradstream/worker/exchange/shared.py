@@ -255,17 +255,17 @@ class _SharedSnapshot:
         chunks = ChunkMap(self._elems, self._chunk_elems, len(names))
         return chunks, chunks.chunks_of(names.index(f"worker-{self._replica.rank}"))
 
-    def pieces(self) -> Mapping[str, Pieces]:
+    def pieces(self, holders: Sequence[str]) -> Mapping[str, Pieces]:
         """See `SnapshotSource`."""
         (chunks, own), vector = self._owned(), self._replica.parameters.tensor
         bounds = [chunks.bounds(chunk) for chunk in own]
         return {"": [(start, vector[start:stop]) for start, stop in bounds]}
 
-    def versions(self) -> Sequence[int]:
+    def versions(self, holders: Sequence[str]) -> Sequence[int]:
         """See `SnapshotSource`: how many minibatches are in the model."""
         return [self._replica.words.version] * len(self._owned()[1])
 
-    def procedures(self) -> Sequence[v1.Procedure]:
+    def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
         """See `SnapshotSource`: there are no servers that could have one."""
         return ()
 
