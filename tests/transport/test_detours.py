@@ -27,6 +27,7 @@ from gradstream.transport.base import Identity, Priority
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.detours import Detours
 from gradstream.transport.endpoint import WINDOW
+from gradstream.transport.grpc.connection import GrpcConnection
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.tunnels import PIECE_BYTES, TICKET_BYTES, dial
@@ -143,6 +144,29 @@ def test_a_relayed_group_has_the_bits_of_a_direct_one(tls: bool) -> None:
             assert torch.equal(one, direct[0])
 
     asyncio.run(main())
+
+
+def test_the_connection_that_shows_the_way_is_the_one_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far away a further one would take half a second: TCP, TLS, and the proofs of the secret."""
+    begun: list[tuple[str, str]] = []
+    begin = GrpcConnection._begin
+
+    async def noted(self: GrpcConnection) -> Any:
+        begun.append((self._identity.name, self._peer))
+        return await begin(self)
+
+    monkeypatch.setattr(GrpcConnection, "_begin", noted)
+
+    async def main() -> None:
+        async with cluster() as made:
+            await summed(made)
+            caller = made.endpoints["worker-0"]._main
+            assert isinstance(caller, GrpcEndpoint)
+            assert list(caller._keys_of("worker-1")) == [("worker-1", Priority.BULK, 0)]
+
+    asyncio.run(main())
+    among = [pair for pair in begun if "coordinator" not in pair]
+    assert sorted(among) == [("worker-0", "worker-1"), ("worker-0", "worker-2"), ("worker-1", "worker-2")]
 
 
 def test_a_node_that_can_dial_the_caller_dials_back() -> None:

@@ -120,8 +120,8 @@ async def measure(
 ) -> MeasuredCosts:
     """Measures messages of two sizes round a ring, short messages to all ranks at once, and a sum.
 
-    Every rank gets the same figures: the highest of all ranks, since all wait for the slowest. This takes
-    some tens of short messages, and six long ones; a third of that where messages take long.
+    Every rank gets the same figures: the highest of all ranks, since all wait for the slowest. This takes some tens of
+    short messages, and six long ones. Where messages take long it is four short ones, and two of 64 KiB.
 
     Args:
         communicator: its ranks have met. Messages take the way that operations take.
@@ -140,9 +140,11 @@ async def measure(
     far = max(await _all_gather_s(communicator, alpha_s)) > FAR_S
     if not far:
         alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), TIMES)
-    overhead_s = await _exchange_s(communicator, to_all, FAR_TIMES if far else TIMES)
-    elems, times = (long_elems, 6) if long_elems else await _affordable(communicator, around)
-    long_s = await _exchange_s(communicator, around(elems), FAR_TIMES if far else times, piece_elems)
+    overhead_s = alpha_s if far else await _exchange_s(communicator, to_all, TIMES)
+    elems, times = (long_elems or FIRST_ELEMS, FAR_TIMES if far else 6)
+    if not (far or long_elems):
+        elems, times = await _affordable(communicator, around)
+    long_s = await _exchange_s(communicator, around(elems), times, piece_elems)
     own = (
         alpha_s,
         max(0.0, long_s - alpha_s) / (4 * elems),

@@ -138,7 +138,7 @@ class Detours:
             for other in others:
                 line = await self._runtime.within(DIAL_S, dial(*host_and_port(other)))
                 line.writer.close()
-            return await self._runtime.within(DIAL_S, self._grpc.reaches(peer, address))
+            return await self._runtime.within(DIAL_S, self._grpc.reaches(peer, address, keep=not others))
         except (OSError, TimeoutError):
             return False
 

@@ -341,15 +341,23 @@ class GrpcEndpoint(EndpointCore):
         channel = self._channel(peer, address, connect)
         return GrpcConnection(self.identity, self.runtime, peer, channel, checked=checked)
 
-    async def reaches(self, peer: str, address: str) -> bool:
-        """Whether the peer itself answers at an address; not another program, or a node of another network."""
-        connection = self._connection(peer, address, NEW_CONNECTION_OPTIONS)
+    async def reaches(self, peer: str, address: str, *, keep: bool) -> bool:
+        """Whether the peer itself answers at an address; not another program, or a node of another network.
+
+        Args:
+            peer, address: as for `know`.
+            keep: the connection by which it was reached is that of the first bulk stream: another one would take as
+                many round trips again.
+        """
+        connection, kept = self._connection(peer, address, SHARED_CONNECTION_OPTIONS), False
         try:
             await connection.opened()
+            kept = keep and self._connections.setdefault((peer, Priority.BULK, 0), connection) is connection
         except (PeerLostError, RefusedError):
             return False
         finally:
-            await connection.close()
+            if not kept:
+                await connection.close()
         return True
 
     def _needs_checksums(self, host: str) -> bool:
