@@ -95,6 +95,15 @@ OURS = {
     "local-sgd, chunk-top-k, outer momentum 0.5": Ours(
         "local", "local-sgd", "chunk-top-k", 1, {**EVERY, "outer_momentum": 0.5}
     ),
+    "local-sgd, chunk-top-k, outer momentum 0.5, delay 8": Ours(
+        "local", "local-sgd", "chunk-top-k", 1, {**EVERY, "outer_momentum": 0.5, "delay": 8}
+    ),
+    "local-sgd, one-bit, outer momentum 0.5": Ours(
+        "local", "local-sgd", "one-bit", 1, {**EVERY, "outer_momentum": 0.5}
+    ),
+    "local-sgd, float4, outer momentum 0.3": Ours(
+        "local", "local-sgd", "float4", 1, {**EVERY, "outer_momentum": 0.3}
+    ),
     "diloco, float4": Ours("outer", "diloco", "float4", PERIOD, EVERY, "int8"),
     "async-diloco, int8": Ours(
         "outer", "async-diloco", "int8", PERIOD, {**EVERY, "delay": PERIOD // 4}, "int8"
