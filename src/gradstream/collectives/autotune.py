@@ -121,7 +121,7 @@ async def measure(
     """Measures messages of two sizes round a ring, short messages to all ranks at once, and a sum.
 
     Every rank gets the same figures: the highest of all ranks, since all wait for the slowest. This takes some tens of
-    short messages, and six long ones. Where messages take long it is four short ones, and two of 64 KiB.
+    short messages, and six long ones. Where messages take long it is four short ones, and four of 64 KiB.
 
     Args:
         communicator: its ranks have met. Messages take the way that operations take.
@@ -135,14 +135,16 @@ async def measure(
         return MeasuredCosts(0.0, 0.0, 0.0, 0.0)
     around = _around(communicator.rank, communicator.size)
     to_all = _to_all(communicator.rank, communicator.size)
-    await _exchange_s(communicator, to_all, 2)  # the first message takes longer
+    await _exchanges(communicator, to_all, 2)  # the first message takes longer
     alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), FAR_TIMES)
     far = max(await _all_gather_s(communicator, alpha_s)) > FAR_S
     if not far:
         alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), TIMES)
     overhead_s = alpha_s if far else await _exchange_s(communicator, to_all, TIMES)
     elems, times = (long_elems or FIRST_ELEMS, FAR_TIMES if far else 6)
-    if not (far or long_elems):
+    if far:
+        await _exchanges(communicator, around(elems), FAR_TIMES)  # in the beginning TCP sends but 14 KB at once
+    elif not long_elems:
         elems, times = await _affordable(communicator, around)
     long_s = await _exchange_s(communicator, around(elems), times, piece_elems)
     own = (
@@ -180,6 +182,13 @@ def _to_all(rank: int, size: int) -> Schedule:
 async def _exchange_s(
     communicator: Communicator, schedule: Schedule, times: int, piece_elems: int | None = None
 ) -> float:
+    return _typical(await _exchanges(communicator, schedule, times, piece_elems))
+
+
+async def _exchanges(
+    communicator: Communicator, schedule: Schedule, times: int, piece_elems: int | None = None
+) -> list[float]:
+    """Seconds of each of some exchanges, one after the other."""
     plan, everybody = DependencyPlan.of(schedule), range(communicator.size)
     elems = max(step.stop for step in schedule)
     tensor = _zeros(communicator, elems)
@@ -190,7 +199,7 @@ async def _exchange_s(
             carry_out(communicator, everybody, operation, plan, tensor, piece_elems or elems)
         )
 
-    return _typical([await _timed_s(communicator, once) for _ in range(times)])
+    return [await _timed_s(communicator, once) for _ in range(times)]
 
 
 def _typical(took_s: Sequence[float]) -> float:

@@ -105,19 +105,20 @@ class LinkChoice:
     def ends(self, elems: int, itemsize: int) -> str:
         """Why the phase ends now: each of its steps would wait for slow links; "" if it goes on.
 
-        The first step of each worker may be slow for other reasons, so the second one counts.
+        The first step of each worker may be slow for other reasons: then the sum is longer still beside the others. A
+        second one is under way by now, and the choice goes by that.
         """
         steps = list(self._seconds.values())
-        if not self._only_measures or len(steps) < self._workers or min(map(len, steps)) < 2:
+        if not self._only_measures or len(steps) < self._workers:
             return ""
         sum_s = self._links(elems, itemsize).sum_s
         if sum_s < CLEAR * max(last[-1][0] for last in steps):
             return ""
-        return f"a sum takes {in_words(sum_s)} over these links: two steps are enough to know"
+        return f"a sum takes {in_words(sum_s)} over these links: one step is enough to know"
 
     def _links(self, elems: int, itemsize: int) -> Links:
         medians = [
-            (statistics.median(step[0] for step in last), statistics.median(step[1] for step in last))
+            (statistics.median_low(step[0] for step in last), statistics.median(step[1] for step in last))
             for last in self._seconds.values()
         ]
         compute_s, wait_s = max(medians)
