@@ -91,7 +91,6 @@ OURS = {
     "local-sgd, one-bit, H = 80": Ours("local", "local-sgd", "one-bit", 1, {"every": 4 * PERIOD}),
     "local-sgd, one-bit, delay 5": Ours("local", "local-sgd", "one-bit", 1, {**EVERY, "delay": 5}),
     "local-sgd, chunk-top-k": Ours("local", "local-sgd", "chunk-top-k", 1, EVERY),
-    "local-sgd, chunk-top-k, delay 13": Ours("local", "local-sgd", "chunk-top-k", 1, {**EVERY, "delay": 13}),
     "local-sgd, chunk-top-k, outer momentum 0.5": Ours(
         "local", "local-sgd", "chunk-top-k", 1, {**EVERY, "outer_momentum": 0.5}
     ),
@@ -130,6 +129,7 @@ PEERS = {
     "torch DDP, PowerSGD 4": Peer("compressed", "powersgd-4"),
     "torch post-local SGD, 20": Peer("local", "post-local", 20),
     "torch post-local SGD, 50": Peer("local", "post-local", 50),
+    "torch post-local SGD, 200": Peer("local", "post-local", 200),
     "hivemind, local updates": Peer("local", "hivemind", 20),
     "torchft DiLoCo": Peer("outer", "torchft", 20),
     "torchft DiLoCo, delay 10": Peer("outer", "torchft", 20, 10),
@@ -140,6 +140,7 @@ VARIANTS = {
     "auto",
     "torch DDP, PowerSGD 4",
     "torch post-local SGD, 50",
+    "torch post-local SGD, 200",
     "torchft DiLoCo",
 }
 """They come after all others, for whom time is short."""

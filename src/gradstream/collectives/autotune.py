@@ -143,7 +143,9 @@ async def measure(
     overhead_s = alpha_s if far else await _exchange_s(communicator, to_all, TIMES)
     elems, times = (long_elems or FIRST_ELEMS, FAR_TIMES if far else 6)
     if far:
-        await _exchanges(communicator, around(elems), FAR_TIMES)  # in the beginning TCP sends but 14 KB at once
+        await _exchanges(
+            communicator, around(elems), FAR_TIMES
+        )  # in the beginning TCP sends but 14 KB at once
     elif not long_elems:
         elems, times = await _affordable(communicator, around)
     long_s = await _exchange_s(communicator, around(elems), times, piece_elems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -27,6 +28,9 @@ class PassSum:
     Reference: Knuth, The Art of Computer Programming, volume 2, section 4.2.2; Ogita, Rump, Oishi, "Accurate sum and
     dot product", 2005, algorithm 4.4 (Sum2).
     """
+
+    title: ClassVar[str] = "the method's own"
+    """What reports call it."""
 
     vectors: tuple[str, ...] = ()
     lr: float = 1.0
