@@ -2,7 +2,7 @@
 
 One core. Each codec encodes and decodes a gradient of normal numbers in chunks of 1 MiB, as it is pushed; beside it
 what torch has for the same, and the bounds: reading the numbers, and copying them. Speeds are in GB/s of float32.
-A codec pays where the bytes that it saves would take longer than it does: below that many Mbit/s of a worker's link.
+`powersgd` is no codec of vectors, and not among them. A codec pays where the bytes that it saves would take longer than it does: below that many Mbit/s of a worker's link.
 The median of `--repeats` rounds, in each of which all take a turn.
 
     python bench/codec_speed.py                # writes bench/results/codec-speed.json
@@ -78,7 +78,8 @@ def measure(elems: int, repeats: int) -> dict[str, Any]:
     """Speeds of all codecs and of torch."""
     torch.set_num_threads(1)
     gradient = torch.randn(elems, generator=torch.Generator().manual_seed(0))
-    codecs = {name: find_codec(name) for name in CODECS} | {
+    found = {name: find_codec(name) for name in CODECS}
+    codecs = {name: one for name, one in found.items() if not isinstance(one, gs.codecs.PowerSGD)} | {
         "int8, no feedback": gs.codecs.Blocks(),
         "top-k, no feedback": gs.codecs.TopK(),
     }
