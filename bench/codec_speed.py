@@ -2,7 +2,8 @@
 
 One core. Each codec encodes and decodes a gradient of normal numbers in chunks of 1 MiB, as it is pushed; beside it
 what torch has for the same, and the bounds: reading the numbers, and copying them. Speeds are in GB/s of float32.
-`powersgd` is no codec of vectors, and not among them. A codec pays where the bytes that it saves would take longer than it does: below that many Mbit/s of a worker's link.
+`powersgd` is no codec of vectors, and not among them. A codec pays where the bytes that it saves would take longer than
+it does: below that many Mbit/s of a worker's link.
 The median of `--repeats` rounds, in each of which all take a turn.
 
     python bench/codec_speed.py                # writes bench/results/codec-speed.json
