@@ -364,6 +364,8 @@ def test_where_workers_differ_feedback_is_better_than_none_and_ef21_than_feedbac
         (lambda: C.DGC(momentum=1.0), "momentum is 1.0"),
         (lambda: C.ChunkTopK(k=5), "k is 5"),
         (lambda: C.ChunkTopK(k=64, chunk=32), "chunk is 32"),
+        (lambda: C.ChunkTopK(k=4.0),  # type: ignore[arg-type]
+         "k=4.0, chunk=4096; expected whole numbers"),
         (lambda: C.DCT(chunk=512), "chunk is 512"),
         (lambda: C.ErrorFeedback(C.DGC()), "DGC keeps what it leaves out already"),
         (lambda: C.EF21(C.ErrorFeedback(C.TopK())), "keeps what it leaves out"),

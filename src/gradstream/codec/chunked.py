@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradstream.codec.base import NO_STATE
 from gradstream.codec.bits import TILE_ELEMS, as_codes, pack, packed_bytes, unpack
 from gradstream.codec.places import Places
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, DataError
 
 BITS = 2
 NUMBERS = (1 / 3, -1 / 3, 1.0, -1.0)
@@ -22,8 +22,9 @@ NUMBERS = (1 / 3, -1 / 3, 1.0, -1.0)
 
 @dataclass(frozen=True, slots=True)
 class ChunkTopK:
-    """Of each chunk the k numbers of largest absolute value, as one of ±m, ±m/3: m is the largest of them.
+    """Of each chunk the k numbers of largest absolute value, as the nearest of 0, ±m/3, ±m: m is the largest of them.
 
+    So no number is farther from what is sent for it than from 0, and where nothing is there, nothing is sent.
     A chunk takes 4 bytes for m, k/4 for codes, and what `Places` says: with the defaults one byte for each place. With
     `ErrorFeedback(..., decay=0.95)` around it, on outer gradients, it is SparseLoCo's way of sending.
 
@@ -51,6 +52,8 @@ class ChunkTopK:
     chunk: int = 4096
 
     def __post_init__(self) -> None:
+        if {type(self.k), type(self.chunk)} != {int}:
+            raise ConfigError(f"ChunkTopK: k={self.k!r}, chunk={self.chunk!r}; expected whole numbers")
         if self.k < 4 or self.k % 4:
             raise ConfigError(f"ChunkTopK: k is {self.k}; expected a multiple of 4, up to chunk={self.chunk}")
         if not self.k <= self.chunk <= 1 << 15:
@@ -93,8 +96,14 @@ class ChunkTopK:
         sizes = np.abs(values)
         most = sizes.max(axis=1)
         scales.numpy()[:] = most
-        self._places.write(found, places.numpy())
-        large = sizes * np.float32(3) > 2 * most[:, None]  # nearer to m than to m/3
+        there = sizes > most[:, None] / 6  # nearer to m/3 than to 0
+        if not there.all():  # those that are come first
+            order = np.argsort(~there, axis=1, kind="stable")
+            found, values, sizes, there = (
+                np.take_along_axis(one, order, axis=1) for one in (found, values, sizes, there)
+            )
+        self._places.write(found, there, places.numpy())
+        large = sizes > most[:, None] * np.float32(2 / 3)  # nearer to m than to m/3
         numbers = 2 * large.astype(np.int8) + np.signbit(values)
         pack(as_codes(torch.from_numpy(numbers)), BITS, codes)
 
@@ -108,14 +117,15 @@ class ChunkTopK:
         """See `SparseCodec`."""
         scales, places, codes = self._split(encoded, elems)
         chunks = len(scales)
-        where = torch.from_numpy(self._places.read(places.numpy(), chunks))
+        found, kept = self._places.read(places.numpy(), chunks)
+        where, there = torch.from_numpy(found), torch.from_numpy(kept)
         where += torch.arange(chunks).unsqueeze(1) * self.chunk
         numbers = torch.tensor(NUMBERS)[unpack(codes, BITS, where.numel()).int()]
         values = numbers.view(where.shape) * scales.unsqueeze(1)
-        if elems % self.chunk:
-            inside = where < elems
-            return where[inside], values[inside]
-        return where.view(-1), values.view(-1)
+        if kept.all() and not elems % self.chunk:
+            return where.view(-1), values.view(-1)
+        inside = there & (where < elems)
+        return where[inside], values[inside]
 
     @property
     def _places(self) -> Places:
@@ -126,6 +136,10 @@ class ChunkTopK:
 
     def _split(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         chunks = self._num_chunks(elems)
+        if len(encoded) != self.encoded_bytes(elems):
+            raise DataError(
+                f"{len(encoded)} bytes for {elems} elements; expected {self.encoded_bytes(elems)}"
+            )
         scales, places = 4 * chunks, self._places.row_bytes * chunks
         return (
             encoded[:scales].view(torch.float32),
