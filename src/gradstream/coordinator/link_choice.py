@@ -57,18 +57,26 @@ class LinkChoice:
         every: minibatches between two exchanges in the phase that it follows.
         epoch: minibatches of a worker in a data epoch of the phase that it chooses for; None: not known.
         only_measures: the phase that it follows is there for nothing else, and may end early.
+        balanced: workers get shares that fit their speed, so that nobody is told to ask for that.
     """
 
     KEPT = ("_alpha_s", "_beta_s_byte", "_seconds")
     """See `durable.state`."""
 
     def __init__(
-        self, workers: int, every: int = 1, epoch: int | None = None, *, only_measures: bool = False
+        self,
+        workers: int,
+        every: int = 1,
+        epoch: int | None = None,
+        *,
+        only_measures: bool = False,
+        balanced: bool = False,
     ) -> None:
         self._workers = workers
         self._every = every
         self._epoch = epoch
         self._only_measures = only_measures
+        self._balanced = balanced
         self._alpha_s = 0.0
         self._beta_s_byte = 0.0
         self._seconds: dict[
@@ -131,7 +139,7 @@ class LinkChoice:
             wait_s=wait_s,
             itemsize=itemsize,
             epoch=self._epoch,
-            spread=compute_s / (min(medians)[0] or compute_s),
+            spread=1.0 if self._balanced else compute_s / (min(medians)[0] or compute_s),
         )
         if self._every == 1:
             return links

@@ -21,8 +21,13 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
     if resume.remainders and plan.remainders != resume.remainders:
         now = f"this run has {plan.remainders or 'nothing of that kind'}"
         yield f"what workers had not sent yet is dropped: it was {resume.remainders}; {now}"
-    elif resume.remainders and new:
-        yield f"new workers begin with nothing left to send: {new}"
+    elif resume.remainders:
+        if new:
+            yield f"new workers begin with nothing left to send: {new}"
+        if gone := ", ".join(
+            name for name in resume.steps if name not in map(worker_name, range(plan.workers))
+        ):
+            yield f"what workers that are no more had not sent yet is dropped: {gone}"
     if resume.replicas and plan.replicas != resume.replicas:
         now = plan.replicas or f"this run has {type(plan.strategy).__name__}"
         yield f"workers begin with the mean of all: the checkpoint has {resume.replicas} on each; {now}"

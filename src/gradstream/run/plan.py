@@ -208,7 +208,7 @@ class RunPlan:
         joined = sizes * workers if isinstance(sizes, int) else sum(sizes)
         measures = self.whole.phases[number - 1] == MEASURES
         epoch = samples and -(-samples // joined)
-        return LinkChoice(workers, self._joined, epoch, only_measures=measures)
+        return LinkChoice(workers, self._joined, epoch, only_measures=measures, balanced=self.balanced)
 
     @property
     def phase_until(self) -> Until | None:
