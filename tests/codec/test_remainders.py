@@ -75,8 +75,12 @@ def test_a_stopped_run_ends_with_the_same_bits(kind: str, monkeypatch: pytest.Mo
         ({}, "this run has nothing of that kind"),
         ({"codec": "int8", "strategy": gs.AllReduce()}, "is dropped: it was .* of Synchronous"),
         ({"codec": "int8", "workers": 3}, "new workers begin with nothing left to send: worker-2"),
+        (
+            {"codec": "int8", "workers": 1},
+            "what workers that are no more had not sent yet is dropped: worker-1",
+        ),
     ],
-    ids=["same", "int4", "none", "allreduce", "workers"],
+    ids=["same", "int4", "none", "allreduce", "more workers", "fewer workers"],
 )
 def test_what_begins_anew_is_said_and_the_run_goes_on(options: dict[str, Any], says: str) -> None:
     storage = MemoryStorage()

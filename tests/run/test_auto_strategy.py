@@ -147,6 +147,15 @@ def test_a_new_process_of_the_coordinator_knows_what_was_measured() -> None:
     assert other.chosen(10_000_000, 8).codec is None  # codecs take float32
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_who_has_measured_shares_is_not_told_to_take_them(balanced: bool) -> None:
+    choice = LinkChoice(2, balanced=balanced)
+    choice.event({"event": "group", "alpha_s": 1e-3, "beta_s_byte": 8e-8})
+    for node, seconds in (("worker-0", 0.1), ("worker-1", 0.4)):
+        choice.event({"event": "step", "node": node, "compute_s": seconds, "wait_s": 2.3})
+    assert ("shares=" in choice.chosen(10_000_000, 4).why) is not balanced
+
+
 def test_what_is_not_measured_is_not_changed() -> None:
     assert LinkChoice(1).chosen(100, 4) == Chosen(why="one worker exchanges with nobody")
     assert LinkChoice(2).chosen(100, 4).every == 1
