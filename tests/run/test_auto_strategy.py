@@ -147,6 +147,22 @@ def test_a_new_process_of_the_coordinator_knows_what_was_measured() -> None:
     assert other.chosen(10_000_000, 8).codec is None  # codecs take float32
 
 
+@pytest.mark.parametrize(
+    ("compute_s", "of", "measures", "ends"),
+    [(0.1, 2, True, True), (0.1, 1, True, False), (0.1, 2, False, False), (10.0, 2, True, False)],
+    ids=["slow links", "one has not come", "no phase that measures", "links that are quick enough"],
+)
+def test_a_phase_that_measures_ends_with_the_first_step_of_all_over_slow_links(
+    compute_s: float, of: int, measures: bool, ends: bool
+) -> None:
+    choice = LinkChoice(2, only_measures=measures)
+    choice.event({"event": "group", "alpha_s": 1e-3, "beta_s_byte": 8e-8})
+    assert not choice.ends(10_000_000, 4)
+    for rank in range(of):
+        choice.event({"event": "step", "node": f"worker-{rank}", "compute_s": compute_s, "wait_s": 3.0})
+    assert choice.ends(10_000_000, 4).startswith("a sum takes 3.2 s over these links") is ends
+
+
 @pytest.mark.parametrize("balanced", [False, True])
 def test_who_has_measured_shares_is_not_told_to_take_them(balanced: bool) -> None:
     choice = LinkChoice(2, balanced=balanced)

@@ -81,18 +81,12 @@ class ChunkTopK:
             return
         found = np.empty((len(scales), self.k), np.int64)
         values = np.empty((len(scales), self.k), np.float32)
-        whole = len(tensor) // self.chunk
-        rows = tensor[: whole * self.chunk].view(whole, self.chunk).numpy()
         step = max(1, TILE_ELEMS // self.chunk)
-        for start in range(0, whole, step):
-            tile = slice(start, min(start + step, whole))
-            found[tile] = _largest(rows[tile], self.k)
-            values[tile] = np.take_along_axis(rows[tile], found[tile], axis=1)
-        if whole < len(scales):
-            last = np.zeros((1, self.chunk), np.float32)
-            last[0, : len(tensor) % self.chunk] = tensor[whole * self.chunk :].numpy()
-            found[whole:] = _largest(last, self.k)
-            values[whole:] = np.take_along_axis(last, found[whole:], axis=1)
+        for start in range(0, len(scales), step):
+            tile = slice(start, start + step)
+            rows = self._rows(tensor[start * self.chunk : (start + step) * self.chunk])
+            found[tile] = _largest(rows, self.k)
+            values[tile] = np.take_along_axis(rows, found[tile], axis=1)
         sizes = np.abs(values)
         most = sizes.max(axis=1)
         scales.numpy()[:] = most
@@ -130,6 +124,13 @@ class ChunkTopK:
     @property
     def _places(self) -> Places:
         return Places(self.k, self.chunk)
+
+    def _rows(self, tensor: torch.Tensor) -> NDArray[np.float32]:
+        """The chunks, the last one filled up with zeros."""
+        missing = -len(tensor) % self.chunk
+        whole = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+        rows: NDArray[np.float32] = whole.view(-1, self.chunk).numpy()
+        return rows
 
     def _num_chunks(self, elems: int) -> int:
         return -(-elems // self.chunk)

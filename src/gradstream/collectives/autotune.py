@@ -121,7 +121,8 @@ async def measure(
     """Measures messages of two sizes round a ring, short messages to all ranks at once, and a sum.
 
     Every rank gets the same figures: the highest of all ranks, since all wait for the slowest. This takes some tens of
-    short messages, and six long ones. Where messages take long it is four short ones, and four of 64 KiB.
+    short messages, and six long ones. Where messages take long it is four short ones, and four of 64 KiB
+    or `long_elems`.
 
     Args:
         communicator: its ranks have met. Messages take the way that operations take.
@@ -143,9 +144,8 @@ async def measure(
     overhead_s = alpha_s if far else await _exchange_s(communicator, to_all, TIMES)
     elems, times = (long_elems or FIRST_ELEMS, FAR_TIMES if far else 6)
     if far:
-        await _exchanges(
-            communicator, around(elems), FAR_TIMES
-        )  # in the beginning TCP sends but 14 KB at once
+        # In the beginning TCP sends but 14 KB at once.
+        await _exchanges(communicator, around(elems), FAR_TIMES)
     elif not long_elems:
         elems, times = await _affordable(communicator, around)
     long_s = await _exchange_s(communicator, around(elems), times, piece_elems)

@@ -125,6 +125,7 @@ class LinkChoice:
         return f"a sum takes {in_words(sum_s)} over these links: one step is enough to know"
 
     def _links(self, elems: int, itemsize: int) -> Links:
+        # Of two steps the shorter one counts: the first may have been slow for other reasons.
         medians = [
             (statistics.median_low(step[0] for step in last), statistics.median(step[1] for step in last))
             for last in self._seconds.values()

@@ -15,7 +15,8 @@ def begins_anew(plan: RunPlan) -> str:
 
 
 def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
-    new = ", ".join(name for name in map(worker_name, range(plan.workers)) if name not in resume.steps)
+    workers = list(map(worker_name, range(plan.workers)))
+    new = ", ".join(name for name in workers if name not in resume.steps)
     if kept := _on_workers(plan):
         yield f"{kept} of each worker's own {type(plan.optimizer).__name__} begins anew: it is in no checkpoint"
     if resume.remainders and plan.remainders != resume.remainders:
@@ -24,9 +25,7 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
     elif resume.remainders:
         if new:
             yield f"new workers begin with nothing left to send: {new}"
-        if gone := ", ".join(
-            name for name in resume.steps if name not in map(worker_name, range(plan.workers))
-        ):
+        if gone := ", ".join(name for name in resume.steps if name not in workers):
             yield f"what workers that are no more had not sent yet is dropped: {gone}"
     if resume.replicas and plan.replicas != resume.replicas:
         now = plan.replicas or f"this run has {type(plan.strategy).__name__}"

@@ -36,7 +36,7 @@ CLIENT_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 _CONNECT_MS = "grpc.min_reconnect_backoff_ms"  # the time that gRPC gives one attempt to connect
-SHARED_CONNECTION_OPTIONS = [(_CONNECT_MS, 1000)]
+SHARED_CONNECTION_OPTIONS = [(_CONNECT_MS, 3000)]  # round trips of 0.6 s: TCP and TLS take three
 # Other connections are tried beside a new one, so a slow handshake may take its time.
 NEW_CONNECTION_OPTIONS = [(_CONNECT_MS, 5000)]
 
