@@ -560,10 +560,15 @@ def test_a_slow_socket_holds_back_only_its_own_pieces() -> None:
     stuck, receiver._readers = receiver._readers[0], receiver._readers[1:]
     thread = threading.Thread(target=sender.run_blocking)
     thread.start()
-    while receiver._readers[0]._due and not receiver.run_blocking(20):
-        if len(receiver._readers[0]._due) * 16 * 64 < elems:  # the rest is what the slow one holds
-            break
-    assert torch.equal(got[-16:], torch.arange(elems)[-16:] + 1.0) and got[0] == 1.0
+    due, until = receiver._readers[0]._due, time.monotonic() + WAIT_S
+
+    def come() -> bool:
+        """The last piece, and all but a 64th: that is what the slow one's buffer can hold."""
+        return got[-1] == elems and len(due) * 16 * 64 < elems
+
+    while not come() and time.monotonic() < until:
+        receiver.run_blocking(20)
+    assert come() and got[1] == 1.0 and due, "the others wait for what the slow one has"
     receiver._readers.append(stuck)
     receiver.run_blocking()
     thread.join(WAIT_S)
