@@ -19,9 +19,11 @@ from hypothesis import HealthCheck, settings
 from kinds import KINDS, kind_of
 from warm_start import THREADS, Starter, warm
 
-# A machine that is busy with other things makes examples slow, and is no fault of the code.
-settings.register_profile("no speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no speed")
+# A machine that is busy with other things makes examples slow, and is no fault of the code. Examples are the same in
+# each run, so that a change fails by what it changes; `pytest --hypothesis-profile=search` draws others.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("search"), derandomize=True)
+settings.load_profile("same")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, which has Ctrl-C ignored, by programs started from here too.

@@ -564,7 +564,7 @@ def test_a_slow_socket_holds_back_only_its_own_pieces() -> None:
 
     def come() -> bool:
         """The last piece, and all but a 64th: that is what the slow one's buffer can hold."""
-        return got[-1] == elems and len(due) * 16 * 64 < elems
+        return got[-1].item() == elems and len(due) * 16 * 64 < elems
 
     while not come() and time.monotonic() < until:
         receiver.run_blocking(20)

@@ -127,6 +127,12 @@ def test_no_generated_example_depends_on_speed() -> None:
     assert HealthCheck.too_slow in settings().suppress_health_check
 
 
+def test_generated_examples_are_the_same_in_each_run_unless_others_are_asked_for() -> None:
+    """A change that is sent in would else fail by what was there before it."""
+    assert settings.get_profile("same").derandomize
+    assert not settings.get_profile("search").derandomize
+
+
 def help_faults(where: str, text: str) -> Iterator[str]:
     """Of a program that runs at once, whatever it is asked."""
     text = text.replace("command_line(__doc__)", "ArgumentParser(description=__doc__)")  # by bench/records.py

@@ -11,9 +11,11 @@ Towards the end of the run, a minibatch goes to the worker that would complete i
 minibatches in hand, would complete another one after cᵢ = (hᵢ + 1)·tᵢ. It gets none if the other workers can
 complete the remaining R before that:
 
-    Σ_{j≠i} max(0, ⌈cᵢ / tⱼ⌉ - 1 - hⱼ)  ≥  R          for at most tᵢ, in which it could have done one
+    Σ_{j≠i} max(0, ⌈cᵢ / tⱼ⌉ - 1 - hⱼ)  ≥  R          for tᵢ, in which it could have done one
 
-where t is the measured time of a minibatch. So the last minibatch is complete as early as possible.
+where t is the measured time of a minibatch. So the last minibatch is complete as early as possible. After tᵢ it still
+gets none, for as long again at most, where the others are sooner done at the pace that they have had since it was
+denied the first: with D minibatches in e seconds, R·e/D ≤ tᵢ.
 
 In passes (see `Hands`), that holds for each minibatch of a block, and a worker i with nothing to do gets a copy of a
 minibatch that a worker j has, where it is expected to be done with it sooner. Of the minibatches of all j it is the one
@@ -73,7 +75,7 @@ class BatchAssignment:
         copies: whether in passes idle workers get copies.
     """
 
-    KEPT = ("_sizes", "_speeds", "_only_first", "_denied_s", "_given")
+    KEPT = ("_sizes", "_speeds", "_only_first", "_denied", "_given")
     """See `durable.state`."""
 
     CACHES = ("_changes", "_of", "_each", "_due", "_held")
@@ -89,7 +91,8 @@ class BatchAssignment:
         self._sizes: Sequence[int] = plan.sizes if isinstance(plan, QueuePlan) else (1,) * num_workers
         self._speeds = [WorkerSpeed() for _ in range(num_workers)]
         self._only_first: set[int] = set()  # ranks that have reported only their first gradient
-        self._denied_s: dict[int, float] = {}  # by rank, since when it has been denied minibatches
+        # by rank, since when it has been denied minibatches, and how many were left then
+        self._denied: dict[int, tuple[float, int]] = {}
         self._given: dict[
             int, tuple[float, int]
         ] = {}  # by rank, when it was given some, and how many it had then
@@ -104,7 +107,7 @@ class BatchAssignment:
         self._changes += 1
         self._speeds[rank] = WorkerSpeed()
         self._only_first.discard(rank)
-        self._denied_s.pop(rank, None)
+        self._denied.pop(rank, None)
         self._given.pop(rank, None)
 
     def took(self, rank: int, measured: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
@@ -157,7 +160,7 @@ class BatchAssignment:
         size = self._size(rank, present)
         if not size or self._others_sooner(rank, present, left_over, in_hand, at_s):
             return ()
-        self._denied_s.pop(rank, None)
+        self._denied.pop(rank, None)
         limit = self._limit(rank, present, size, left_over)
         if hands.in_passes and len(present) > 1:
             limit = self._in_time(rank, present, left_over, in_hand, limit)
@@ -222,7 +225,9 @@ class BatchAssignment:
             return False
         if in_hand:  # the worker is busy meanwhile
             return True
-        return at_s - self._denied_s.setdefault(rank, at_s) <= self._each_s(present)[rank]
+        since_s, left = self._denied.setdefault(rank, (at_s, left_over.run))
+        waits_s, done, own_s = at_s - since_s, left - left_over.run, self._each_s(present)[rank]
+        return waits_s <= own_s or (waits_s <= 2 * own_s and left_over.run * waits_s <= done * own_s)
 
     def _others_can(self, rank: int, present: Sequence[int], left: int, in_hand: int) -> bool:
         """Whether the others can complete so many before this worker completes one more than it has in hand."""
