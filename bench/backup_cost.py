@@ -35,7 +35,7 @@ from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.server.shard.config import Acknowledge
 from records import command_line, now

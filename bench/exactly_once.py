@@ -33,7 +33,7 @@ from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.tokens import token_layers
 from gradstream.wire.parts import member_name

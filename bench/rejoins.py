@@ -38,7 +38,7 @@ from gradstream.job.files import load_job
 from gradstream.run import restarts
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.server.shard.service import ShardService

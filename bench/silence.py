@@ -35,7 +35,7 @@ from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.local import LocalCluster
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.stopping import Stopper

@@ -55,7 +55,7 @@ from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.fault_kinds import Flaw
 from gradstream.testing.faults import Corrupt, Cut, Duplicate, Lose, Reorder, SlowLink

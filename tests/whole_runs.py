@@ -11,7 +11,7 @@ import gradstream as gs
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 
 
 def train(spec: str | Path, run_dir: Path, cluster: LocalCluster, **options: Any) -> gs.Run:

@@ -9,7 +9,8 @@ from gradstream.errors import GradstreamError, Interrupted
 from gradstream.job.callbacks import Callbacks
 from gradstream.job.job import Job, build_model
 from gradstream.run.launcher import Launcher
-from gradstream.run.plan import RunPlan, metrics_of
+from gradstream.run.plan import RunPlan
+from gradstream.run.planning import metrics_of
 from gradstream.run.preparation import LaunchOptions
 from gradstream.run.result import Run
 from gradstream.trackers.services import trackers_of

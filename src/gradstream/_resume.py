@@ -27,7 +27,8 @@ from gradstream.run.local.door import DOOR, has_reader
 from gradstream.run.node import LOCK, LOCK_S
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import check_model
-from gradstream.run.plan import RunPlan, plan_run
+from gradstream.run.plan import RunPlan
+from gradstream.run.planning import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.reopen import job_of_run, spec_of_run
 from gradstream.run.result import FINAL_MODEL, Run

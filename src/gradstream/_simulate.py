@@ -28,7 +28,7 @@ from gradstream.job.phase_jobs import measured_first
 from gradstream.recording import FOLDER
 from gradstream.run.failures import typed_error
 from gradstream.run.nodes import check_model
-from gradstream.run.plan import metrics_of, plan_run
+from gradstream.run.planning import metrics_of, plan_run
 from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Storage

@@ -26,7 +26,8 @@ from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
 from gradstream.run.local import LocalCluster
 from gradstream.run.nodes import check_model
-from gradstream.run.plan import RunPlan, plan_run
+from gradstream.run.plan import RunPlan
+from gradstream.run.planning import plan_run
 from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
 from gradstream.run.ray.driver import RayRun
 from gradstream.run.ray.engine import RayEngine, words_of

@@ -16,7 +16,7 @@ from gradstream.codec.named import PARAMETER_CODECS, of_parameters
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.memory import Span, Vector
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.client.arrival import Arrival
 from gradstream.server.shard.fetch_handler import FetchHandler

@@ -20,7 +20,7 @@ from gradstream.job.overrides import overrides, with_overrides
 from gradstream.job.registry import CODECS, find_codec
 from gradstream.job.settings.layers import apply
 from gradstream.job.settings.sources import Setting
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.server.client.coded_push import PushCodec
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered

@@ -13,7 +13,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.run.begins_anew import begins_anew
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.worker.exchange.remainders import Remainders
 from whole_runs import same, unexpected

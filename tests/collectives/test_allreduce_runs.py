@@ -20,7 +20,7 @@ from gradstream.errors import PeerLostError
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import least_squares

@@ -18,7 +18,7 @@ from gradstream.job.settings import Setting, Word, apply, from_environment, from
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.job.settings.values import MisfitError, fit
 from gradstream.run.effective_settings import to_toml
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
 DATA = gs.from_arrays(np.zeros((8, 1)), np.zeros((8, 1)))

@@ -24,7 +24,7 @@ from gradstream.model.device_model import DeviceModel, on_device
 from gradstream.model.devices import Copied, Streams, device_of, streams_of
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Landing
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.reopen import reopen
 from gradstream.runtime.base import Report
 from late_streams import LateStreams

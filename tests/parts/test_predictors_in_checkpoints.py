@@ -18,7 +18,7 @@ from gradstream.checkpoint import Resume, to_resume
 from gradstream.errors import DataError
 from gradstream.pipeline.synthetic import Predictor
 from gradstream.run.begins_anew import begins_anew
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.worker.parts.decoupled import AGO, DecoupledGradients

@@ -10,7 +10,7 @@ from typing import Any
 import gradstream as gs
 from gradstream.run.changes import changes
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.testing.runs import slow
 
 

@@ -25,7 +25,7 @@ from gradstream.recording import read_log
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local.node_log import log_stream
 from gradstream.run.node import EVENTS, write_rest
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog
 from gradstream.runtime.simulation import Cost, SimulationConfig

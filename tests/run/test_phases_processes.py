@@ -17,7 +17,7 @@ from gradstream.job.files import load_job
 from gradstream.job.settings import apply, from_toml
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.telemetry.events import EventDict
 from gradstream.testing.tokens import check_exactly_once
 from killing import Killer

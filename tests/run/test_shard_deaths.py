@@ -26,7 +26,7 @@ from gradstream.job.files import load_job
 from gradstream.memory import Span, Vector
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.shard import copies

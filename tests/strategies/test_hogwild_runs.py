@@ -26,7 +26,7 @@ from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.sparse import SparseDataset, SparseModel
 from gradstream.strategies import SharedMemoryWorker
 from gradstream.telemetry.events import CheckpointFailedEvent

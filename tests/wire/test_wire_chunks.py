@@ -15,7 +15,7 @@ from gradstream.checkpoint import Resume
 from gradstream.data.progress import DataProgress
 from gradstream.job.job import Job, spread_out
 from gradstream.memory.segments import supported
-from gradstream.run.plan import plan_run
+from gradstream.run.planning import plan_run
 from gradstream.testing.runs import least_squares
 from gradstream.transport import offers
 from gradstream.wire.chunks import (

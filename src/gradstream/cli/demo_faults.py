@@ -150,7 +150,7 @@ def _run(job: Job, run_dir: Path, cluster: LocalCluster, strike: Callable[[Event
     """One run of the job, in a folder of its own; `strike` gets its events."""
     from gradstream._train import launch
     from gradstream.cli.display import Display
-    from gradstream.run.plan import plan_run
+    from gradstream.run.planning import plan_run
 
     run_dir.mkdir()
     with Display() as display:

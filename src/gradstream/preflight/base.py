@@ -27,7 +27,8 @@ from gradstream.model.base import Model
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import RunPlan, plan_run
+from gradstream.run.plan import RunPlan
+from gradstream.run.planning import plan_run
 from gradstream.run.reopen import kept_parameters
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import SimulationConfig

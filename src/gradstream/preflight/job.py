@@ -15,7 +15,7 @@ from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.preflight.base import Check, DryRun, by_role, count, estimate
 from gradstream.report.units import size_text, time_text
-from gradstream.run.plan import metrics_of
+from gradstream.run.planning import metrics_of
 from gradstream.run.result import Run
 
 TEST_SAMPLES = 64

@@ -24,7 +24,8 @@ from gradstream.recording import (
     read_log,
 )
 from gradstream.run.files import read_record
-from gradstream.run.plan import RunPlan, plan_run, shard_name, worker_name
+from gradstream.run.plan import RunPlan, shard_name, worker_name
+from gradstream.run.planning import plan_run
 from gradstream.run.reopen import job_of_run, spec_of_run
 from gradstream.run.result import Run
 from gradstream.runtime.base import Storage

@@ -15,7 +15,8 @@ from gradstream.job.job import Job, is_script
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.job.registry import describe, find_optimizer, find_strategy
 from gradstream.run.files import read_record
-from gradstream.run.plan import RunPlan, plan_run
+from gradstream.run.plan import RunPlan
+from gradstream.run.planning import plan_run
 from gradstream.untrusted import MismatchError, check_record
 
 

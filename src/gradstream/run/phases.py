@@ -26,6 +26,7 @@ from gradstream.coordinator.run_clock import RunClock
 from gradstream.errors import RefusedError
 from gradstream.run.nodes import build_coordinator, clock_of
 from gradstream.run.plan import RunPlan
+from gradstream.run.planning import plan_at
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
 
@@ -68,7 +69,7 @@ class PhaseLeader:
             self._service = PhaseService(runtime, endpoint)
             kept: str = keeper.row("job_phase.resume") or ""  # an earlier process led that phase
             if kept:
-                self._plan = plan.at(Resume.of_json(json.loads(kept)))
+                self._plan = plan_at(plan, Resume.of_json(json.loads(kept)))
             self._place = PhasePlace(clock_of(plan, runtime), None, kept)
         self.coordinator = self._build()
 
@@ -111,7 +112,7 @@ class PhaseLeader:
         before, storage = self.coordinator, self._runtime.storage
         data = await self._runtime.beside(partial(storage.read, f"{folder}/{STATE}"), work=Work("read"))
         resume = Resume.at(folder, Manifest.decode(data), time_s=before.clock.time_s())
-        self._plan = self._plan.at(resume)
+        self._plan = plan_at(self._plan, resume)
         self._place = PhasePlace(before.clock, before.membership.nodes, json.dumps(resume.as_json()))
         self.coordinator = self._build()
         if self._asked:
@@ -139,7 +140,7 @@ async def run_phases(
     least, deadlines = plan.phase.stretch, plan.job.deadlines
     while (found := await phase_to_join(runtime, endpoint, deadlines, least)) is not None:
         number, text = found
-        plan = plan.at(Resume.of_json(json.loads(text)) if text else None)
+        plan = plan_at(plan, Resume.of_json(json.loads(text)) if text else None)
         least = number + 1
         if clock.zero_ns is None:  # this node has been in no phase yet
             clock = clock_of(plan, runtime, zero_ns)

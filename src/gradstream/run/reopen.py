@@ -16,7 +16,7 @@ from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job, build_model
 from gradstream.run.files import HOSTS, JOB
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.plan import metrics_of
+from gradstream.run.planning import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted.names import check_name

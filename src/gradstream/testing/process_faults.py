@@ -19,7 +19,8 @@ from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import RunPlan, plan_run
+from gradstream.run.plan import RunPlan
+from gradstream.run.planning import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy

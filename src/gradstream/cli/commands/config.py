@@ -31,7 +31,7 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     import json
 
     from gradstream.run.effective_settings import effective, to_toml
-    from gradstream.run.plan import plan_run
+    from gradstream.run.planning import plan_run
 
     plan = plan_run(load_job_with(job, **given), "config")
     if as_json:
