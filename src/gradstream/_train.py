@@ -17,10 +17,10 @@ from gradstream._launch import callbacks_of, load_run, run_nodes
 from gradstream.errors import (
     ConfigError,
 )
+from gradstream.job.descriptions import check_places
 from gradstream.job.files import Asked, intercept, job_of, script_of_caller
 from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, spread_out
 from gradstream.job.phase_jobs import measured_first
-from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher

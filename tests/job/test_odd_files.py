@@ -15,7 +15,7 @@ from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Manifest, Resume, seal_of
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
-from gradstream.job.registry import optimizer_of_text
+from gradstream.job.optimizer_text import optimizer_of_text
 from gradstream.job.settings import apply, from_texts, from_toml
 from gradstream.recording.entries import decode
 from gradstream.recording.log import read_log

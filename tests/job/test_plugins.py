@@ -16,12 +16,12 @@ from click.testing import CliRunner, Result
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.descriptions import describe
 from gradstream.job.plugins import GROUPS
 from gradstream.job.registry import (
     OPTIMIZERS,
     STRATEGIES,
     class_of,
-    describe,
     find_dataset,
     find_optimizer,
     find_strategy,

@@ -17,8 +17,9 @@ from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError
+from gradstream.job.descriptions import describe
 from gradstream.job.files import load_job
-from gradstream.job.registry import describe, find_strategy
+from gradstream.job.registry import find_strategy
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Outer
 from gradstream.run.simulated import SimulatedCluster

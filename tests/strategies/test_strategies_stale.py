@@ -241,7 +241,8 @@ def test_any_function_of_tau_weighs() -> None:
 
 
 def test_a_function_travels_as_its_place() -> None:
-    from gradstream.job.registry import describe, find_strategy
+    from gradstream.job.descriptions import describe
+    from gradstream.job.registry import find_strategy
 
     described = describe(gs.strategies.StalenessAware(weight=halves))
     assert described["fields"]["weight"] == {"function": f"{__name__}:halves"}

@@ -15,8 +15,9 @@ from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError
+from gradstream.job.descriptions import describe
 from gradstream.job.files import load_job
-from gradstream.job.registry import describe, find_strategy
+from gradstream.job.registry import find_strategy
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage

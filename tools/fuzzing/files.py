@@ -24,9 +24,10 @@ from gradstream.data.base import BatchRef
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job import plugins
+from gradstream.job.descriptions import describe
 from gradstream.job.job import Job
+from gradstream.job.optimizer_text import optimizer_of_text, text_of_optimizer
 from gradstream.job.overrides import overrides, with_overrides
-from gradstream.job.registry import describe, optimizer_of_text, text_of_optimizer
 from gradstream.job.settings import apply, from_texts
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.recording import entries, log

@@ -26,7 +26,7 @@ from typing import TypeAlias, cast
 
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
 from gradstream.job.job import Job
-from gradstream.job.registry import load_module
+from gradstream.job.places import load_module
 from gradstream.job.sources import sha256_of
 from gradstream.model.base import Model
 

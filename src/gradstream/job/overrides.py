@@ -10,9 +10,10 @@ from typing import Any
 
 from gradstream.coordinator.stopping import Until
 from gradstream.errors import ConfigError
+from gradstream.job.descriptions import described, plain, revived
 from gradstream.job.job import Job
 from gradstream.job.phases import Phase, described_phase, phase_of
-from gradstream.job.registry import described, place_of, plain, revived
+from gradstream.job.places import place_of
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines

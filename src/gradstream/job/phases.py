@@ -24,7 +24,7 @@ from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.stopping import Until
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.job.registry import described, plain, revived
+from gradstream.job.descriptions import described, plain, revived
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Rate
 from gradstream.strategies.base import Strategy

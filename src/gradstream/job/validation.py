@@ -13,8 +13,9 @@ from gradstream.coordinator.stopping import Until
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.callbacks import check_callbacks
+from gradstream.job.descriptions import plain
 from gradstream.job.job import Job, build_model, is_open_ended
-from gradstream.job.registry import name_of, plain
+from gradstream.job.registry import name_of
 from gradstream.model.devices import device_of
 from gradstream.optim import SGD
 from gradstream.optim.base import ByShape, Optimizer, PerMatrix

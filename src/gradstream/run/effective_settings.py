@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradstream.job.descriptions import describe, plain
 from gradstream.job.overrides import overrides
-from gradstream.job.registry import describe, find_optimizer, find_strategy, plain
+from gradstream.job.registry import find_optimizer, find_strategy
 from gradstream.run.plan import RunPlan
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from gradstream.checkpoint import Resume
 from gradstream.errors import ConfigError
+from gradstream.job.descriptions import describe
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.job.overrides import overrides, with_overrides
-from gradstream.job.registry import describe, find_optimizer, find_strategy
+from gradstream.job.registry import find_optimizer, find_strategy
 from gradstream.run.files import read_record
 from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run

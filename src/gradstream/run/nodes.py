@@ -40,7 +40,8 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, build_model
-from gradstream.job.registry import name_of, optimizer_of_text
+from gradstream.job.optimizer_text import optimizer_of_text
+from gradstream.job.registry import name_of
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule

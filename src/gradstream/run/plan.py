@@ -24,9 +24,9 @@ from gradstream.data.progress import DataProgress
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
+from gradstream.job.descriptions import describe
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phase_jobs import AUTO, MEASURES
-from gradstream.job.registry import describe
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup

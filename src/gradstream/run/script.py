@@ -12,7 +12,7 @@ import torch
 
 from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeError
 from gradstream.job.files import traceback_in
-from gradstream.job.registry import load_module
+from gradstream.job.places import load_module
 from gradstream.run.local.ranks import set_environment
 from gradstream.run.node import ABORTED, FAILED, OK, Say, say_to, traceback_of
 from gradstream.run.node_spec import NodeSpec

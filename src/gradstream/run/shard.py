@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.run_clock import RunClock
-from gradstream.job.registry import optimizer_of_text
+from gradstream.job.optimizer_text import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace
 from gradstream.run.nodes import grouped_rule, member_of, recording_of, renumbered, restores_state

@@ -12,7 +12,7 @@ import torch
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, GradientError
-from gradstream.job.registry import text_of_optimizer
+from gradstream.job.optimizer_text import text_of_optimizer
 from gradstream.model.base import Layout
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite

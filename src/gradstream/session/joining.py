@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from gradstream.errors import ConfigError, Interrupted
+from gradstream.job.descriptions import describe
 from gradstream.job.files import intercept, script_of_caller
 from gradstream.job.job import Job
-from gradstream.job.registry import describe, find_strategy
+from gradstream.job.registry import find_strategy
 from gradstream.run import placement
 from gradstream.run.place import Place, place_of
 from gradstream.run.result import FINAL_MODEL

@@ -20,7 +20,8 @@ from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import Partitioning
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, PeerLostError
-from gradstream.job.registry import describe, find_strategy
+from gradstream.job.descriptions import describe
+from gradstream.job.registry import find_strategy
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.run.result import Run
