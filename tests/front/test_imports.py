@@ -25,6 +25,12 @@ def sources() -> Sources:
     return {module_name(path): path.read_text() for path in FILES}
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
 def layers() -> Mapping[str, int]:
     """The height of each part of the package, by the contract "layers"; the package itself is the highest."""
     text = (SOURCE.parents[1] / "pyproject.toml").read_text()
@@ -73,7 +79,7 @@ def graph_of(files: Sources) -> dict[str, set[str]]:
     """The modules that each module imports, and the packages that are imported with them."""
     graph: dict[str, set[str]] = {}
     for module, text in files.items():
-        found = set(imported(ast.parse(text), files))
+        found = set(imported(parsed(text), files))
         parents = {name.rpartition(".")[0] for name in found}
         outside = {parent for parent in parents if not f"{module}.".startswith(f"{parent}.")}
         graph[module] = (found | outside) & files.keys() - {module}
@@ -97,7 +103,7 @@ def cycle_faults(files: Sources) -> Iterator[str]:
 def string_faults(files: Sources) -> Iterator[str]:
     """Strings that name a module of a higher layer, which no import may reach."""
     for module, text in files.items():
-        for line, name in named(ast.parse(text), files):
+        for line, name in named(parsed(text), files):
             if height_of(name) > height_of(module):
                 yield f"{module}:{line}: names {name}, which lies above it"
 

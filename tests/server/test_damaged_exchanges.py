@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,6 +28,7 @@ from gradstream.server.update import Update
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
+from gradstream.transport.grpc.connection import CHALLENGE, METHOD, SESSION
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.socket import framing
 from gradstream.transport.socket.tcp import TcpEndpoint
@@ -45,6 +46,7 @@ class Wire:
 
     Attributes:
         at: number of bytes of `direction` to pass before the one that is damaged; below 0: none is.
+        word: once these bytes pass upwards, their last one is damaged; empty: none is.
         deaf: connections of which nothing more is forwarded.
         fired: number of flipped bits.
     """
@@ -52,8 +54,10 @@ class Wire:
     def __init__(self, target: str) -> None:
         self.at, self.direction, self.bit, self.fired = -1, "up", 0, 0
         self.passed = {"up": 0, "down": 0}
+        self.word = b""
         self.connections = 0
         self.deaf: set[int] = set()
+        self.target = target
         self._target = target.rpartition(":")
 
     async def start(self) -> str:
@@ -93,6 +97,8 @@ class Wire:
 
     def _damaged(self, direction: str, data: bytes) -> bytes:
         self.passed[direction] += len(data)
+        if direction == "up" and self.word and self.word in data:
+            self.at, self.word = data.index(self.word) + len(self.word) - 1, b""
         if direction != self.direction or self.at < 0:
             return data
         at, self.at = self.at, self.at - len(data)
@@ -107,8 +113,10 @@ class Wire:
 class Trained:
     """A model of integers, which float32 adds without rounding: so its bits are known."""
 
-    def __init__(self, client: ServerClient, vector: Vector, wire: Wire, damages: list[int]) -> None:
-        self.wire, self.damages = wire, damages
+    def __init__(
+        self, client: ServerClient, endpoint: EndpointCore, vector: Vector, wire: Wire, damages: list[int]
+    ) -> None:
+        self.endpoint, self.wire, self.damages = endpoint, wire, damages
         self.client = client
         self._vector = vector
         self._expected = torch.zeros(ELEMS)
@@ -166,7 +174,7 @@ async def training(
     )
     deadlines = Deadlines(silence_s=SILENCE_S, retry_s=10.0)
     links = ShardLinks(runtimes[1], worker, Placement(0, 1), ChunkMap(ELEMS, CHUNK_ELEMS, 1), deadlines)
-    trained = Trained(ServerClient(links, back), vector, wire, damages)
+    trained = Trained(ServerClient(links, back), worker, vector, wire, damages)
     try:
         await trained.begin()
         yield trained
@@ -219,6 +227,55 @@ def test_no_bit_that_is_flipped_over_grpc_reaches_the_model() -> None:
             assert len(trained.damages) > 10
 
     run(main())
+
+
+@pytest.mark.parametrize("method", [CHALLENGE, SESSION, METHOD])
+def test_a_method_whose_name_was_damaged_costs_its_connection(method: str) -> None:
+    """HTTP/2 sends a header once, and refers to it then: each later call of the connection would name what is not."""
+
+    async def main() -> None:
+        async with training("grpc") as trained:
+            trained.endpoint.redial("shard-0", 0.0)
+            trained.wire.word = method.encode()
+            await trained.step()
+            assert trained.wire.fired == 1
+            assert trained.client.traffic.retries >= 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_strangers_method_that_is_no_text_ends_nothing(
+    times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """grpc.aio ends its server there: see `transport.grpc.listener`."""
+
+    def frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+        return len(content).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + content
+
+    async def call(address: str) -> None:
+        headers = {":method": b"POST", ":scheme": b"http", ":path": b"/\xf4/", ":authority": b"x"}
+        headers |= {"te": b"trailers", "content-type": b"application/grpc"}
+        block = b"".join(
+            b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value
+            for name, value in headers.items()
+        )
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 4, 1, block))
+        with suppress(OSError):
+            while await reader.read(1 << 10):  # until its server closes it
+                pass
+        writer.close()
+
+    async def main() -> None:
+        async with training("grpc") as trained:
+            await trained.step()
+            for _ in range(times):
+                await call(trained.wire.target)
+                await trained.step()
+
+    run(main())
+    assert caplog.text.count("a new one begins") == times
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

@@ -29,14 +29,12 @@ push each portion, so that a portion can be computed twice; no coordinator proce
 from __future__ import annotations
 
 import json
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gradstream.data.base import Partitioning
-from gradstream.errors import GradientError
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.pass_sum import PassSum
@@ -53,13 +51,8 @@ from gradstream.server.procedure import (
 )
 from gradstream.strategies.api import Server, ServerWorker
 from gradstream.strategies.base import GroupStrategy, ServerStrategy
+from gradstream.strategies.batch_group import BatchInGroup, check_beginning
 from gradstream.wire import v1
-
-_NO_BEGINNING = (
-    "strategy={}: where the method begins, the loss or the gradient of some samples is not finite, or the model gives "
-    'no loss. A batch method needs both, of all samples: take the samples out of the data (with non_finite="error" the '
-    "run ends with the name of their minibatch), or give the model a loss. No parameter was changed"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +99,6 @@ class BatchMethod(ServerStrategy):
 
     def in_group(self) -> GroupStrategy:
         """The same method in a group of workers without servers; see `strategies.batch_group`."""
-        from gradstream.strategies.batch_group import BatchInGroup  # which derives from what is defined here
-
         return BatchInGroup(self)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
@@ -137,12 +128,6 @@ class BatchMethod(ServerStrategy):
         await worker.server.flush()
         await run.finish()
         check_beginning(self, run.state)
-
-
-def check_beginning(method: BatchMethod, state: State) -> None:
-    """Raises GradientError if the method has ended where it begins, since there is no loss to go down."""
-    if state["done"] and not math.isfinite(state["loss"]):
-        raise GradientError(_NO_BEGINNING.format(type(method).__name__))
 
 
 class ProcedureRun:

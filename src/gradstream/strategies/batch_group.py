@@ -33,16 +33,30 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from gradstream.data.base import Partitioning
+from gradstream.errors import GradientError
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.server.arithmetic import outs_of
-from gradstream.server.procedure import ACCEPTED, Execution, Procedure, Reply, copy
+from gradstream.server.procedure import ACCEPTED, Execution, Procedure, Reply, State, copy
 from gradstream.strategies.api import GroupWorker, Minibatch, Peers
 from gradstream.strategies.base import GroupStrategy
-from gradstream.strategies.batch import BatchMethod, check_beginning
+
+_NO_BEGINNING = (
+    "strategy={}: where the method begins, the loss or the gradient of some samples is not finite, or the model gives "
+    'no loss. A batch method needs both, of all samples: take the samples out of the data (with non_finite="error" the '
+    "run ends with the name of their minibatch), or give the model a loss. No parameter was changed"
+)
+
+
+class PassMethod(Procedure, Protocol):
+    """A procedure with the update rule that adds up a pass: `strategies.batch.BatchMethod`."""
+
+    def optimizer(self) -> Optimizer:
+        """The sum of a pass."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,7 @@ class BatchInGroup(GroupStrategy):
         method: the method.
     """
 
-    method: BatchMethod
+    method: PassMethod
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = True
@@ -116,6 +130,12 @@ class BatchInGroup(GroupStrategy):
         """Ends the method at its last accepted iterate."""
         if self.checkpointed(worker.group.note):
             await worker.group.command([copy("", ACCEPTED)])
+
+
+def check_beginning(method: PassMethod, state: State) -> None:
+    """Raises GradientError if the method has ended where it begins, since there is no loss to go down."""
+    if state["done"] and not math.isfinite(state["loss"]):
+        raise GradientError(_NO_BEGINNING.format(type(method).__name__))
 
 
 class GroupProcedure:

@@ -310,6 +310,7 @@ class OutgoingCall(GrpcCarrier):
                 raise
 
     def _failed(self, stream: StreamCore, code: grpc.StatusCode, details: str | None) -> None:
+        self._connection.ended(code)
         if code in _NO_PASS and self._session:
             self._connection.lost(self._session)
         if code is grpc.StatusCode.UNAUTHENTICATED:

@@ -34,6 +34,10 @@ GREETING, PASS = "gradstream-greeting-bin", "gradstream-pass-bin"
 """Keys of metadata."""
 
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
+SPOILT = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+"""Status codes of a call whose method or headers the peer does not know. Each node has all methods, so bytes of the
+headers were damaged on their way. HTTP/2 refers to headers that were sent before: each later call of the connection
+would have the same ones."""
 FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """Exceptions that gRPC raises where a call or its connection has failed."""
 
@@ -49,12 +53,16 @@ class GrpcConnection:
         peer: name of the node that is called.
         channel: channel to the peer; `close` closes it.
         checked: messages have checksums, whatever the peer wants.
+
+    Attributes:
+        spoilt: no more calls may be made; see `SPOILT`.
     """
 
     def __init__(
         self, identity: Identity, runtime: Runtime, peer: str, channel: grpc.aio.Channel, *, checked: bool
     ) -> None:
         self.checked = checked
+        self.spoilt = False
         self.made_ns = runtime.now()
         self._numbers = itertools.count(1)
         self._identity = identity
@@ -92,6 +100,10 @@ class GrpcConnection:
             task.add_done_callback(lambda done: self._session_tasks.pop(done, None))
         return await asyncio.shield(self._opening)
 
+    def ended(self, code: grpc.StatusCode) -> None:
+        """Takes the status of a call that has failed."""
+        self.spoilt = self.spoilt or code in SPOILT
+
     def lost(self, session: CallerSession) -> None:
         """Ends a session that the peer does not know. A newer session stays."""
         if session is self.session and self._session_task is not None:
@@ -119,6 +131,7 @@ class GrpcConnection:
         except (RefusedError, PeerLostError) as error:
             failure = error
         except TimeoutError:
+            self.spoilt = True  # the peer may wait for bytes that were never sent: a length was damaged
             failure = self._lost(f"it has not answered the greeting within {LIMITS.handshake_s:g} s")
         except asyncio.CancelledError:
             if is_cancelled():
@@ -152,6 +165,7 @@ class GrpcConnection:
         message = await call.read()
         if message is EOF:
             code, details = await call.code(), await call.details()
+            self.ended(code)
             ended = code is grpc.StatusCode.OK
             raise self._lost("it has ended the call" if ended else f"{code.name}: {explain(details or '')}")
         try:
@@ -166,6 +180,7 @@ class GrpcConnection:
 
     def _failed(self, error: BaseException) -> PeerLostError:
         if isinstance(error, grpc.aio.AioRpcError):
+            self.ended(error.code())
             return self._lost(f"{error.code().name}: {explain(error.details() or '')}")
         return self._lost(f"the connection was lost: {error!r}")
 

@@ -44,6 +44,7 @@ from gradstream.transport.grpc.connection import (
     SESSION,
     GrpcConnection,
 )
+from gradstream.transport.grpc.listener import FLUSH_S, Listener
 from gradstream.transport.grpc.options import (
     CLIENT_OPTIONS,
     MAX_MESSAGE_BYTES,
@@ -57,8 +58,6 @@ from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
 from gradstream.wire.frames import DamagedError, FrameError, encode
-
-FLUSH_S = 1.0  # time that `close` gives messages to leave
 
 MOST_CONNECTIONS = 8
 """Bulk connections to one peer: a node accepts `Limits.sessions` in all, with those of control and of retries."""
@@ -155,7 +154,7 @@ class GrpcEndpoint(EndpointCore):
         self.protected = security is not None
         self._gate = BulkGate(runtime)
         self._routes = _Peers(self)
-        self._server: grpc.aio.Server | None = None
+        self._listener = Listener(runtime, self._new_server, self._listen_with)
         self._num_bulk = min(connections, MOST_CONNECTIONS)
         self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # by peer
         self._connections: dict[tuple[str, Priority, int], GrpcConnection] = {}
@@ -165,26 +164,24 @@ class GrpcEndpoint(EndpointCore):
 
     async def start(self) -> None:
         """See `Endpoint.start`."""
-        received = ("grpc.max_receive_message_length", self._max_message_bytes)
-        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *self._patience, received])
-        self._server.add_generic_rpc_handlers((self._routes,))
-        try:
-            port = self._listen_with(self._server)
-        except RuntimeError:
-            port = 0
+        port = await self._listener.start(*host_and_port(self._listen))
         if not port:
-            self._server = None
             raise ConfigError(
                 f"{self.identity.name} cannot listen on {self._listen}: the port is in use, or the address "
                 "is not this machine's; give another one, or port 0 for any free port"
             )
-        await self._server.start()
         self.address = f"{self._host}:{port}"
 
-    def _listen_with(self, server: grpc.aio.Server) -> int:
+    def _new_server(self) -> grpc.aio.Server:
+        received = ("grpc.max_receive_message_length", self._max_message_bytes)
+        server = grpc.aio.server(options=[*SERVER_OPTIONS, *self._patience, received])
+        server.add_generic_rpc_handlers((self._routes,))
+        return server
+
+    def _listen_with(self, server: grpc.aio.Server, address: str) -> int:
         if self._security is None:
-            return server.add_insecure_port(self._listen)
-        return server.add_secure_port(self._listen, self._security.server_credentials())
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, self._security.server_credentials())
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Spawns a task that `close` waits for."""
@@ -322,7 +319,9 @@ class GrpcEndpoint(EndpointCore):
     def _dial(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
         key = peer, priority, next(self._turns[peer]) % self._num_bulk if priority is Priority.BULK else 0
         connection = self._connections.get(key)
-        if connection is None:
+        if connection is not None and connection.spoilt:
+            self._spawn(connection.close(), f"{self.identity.name}: leave a connection with {peer}")
+        if connection is None or connection.spoilt:
             connection = self._connection(peer, address, SHARED_CONNECTION_OPTIONS)
             self._connections[key] = connection
         damaged, bulk = partial(self.damaged, peer), priority is Priority.BULK
@@ -407,8 +406,7 @@ class GrpcEndpoint(EndpointCore):
             await connection.close()
         self._connections.clear()
         self._end_sessions()
-        if self._server is not None:
-            await self._server.stop(None if abruptly else FLUSH_S)
+        await self._listener.stop(None if abruptly else FLUSH_S)
         await self._finish_background()
 
     async def _finish_background(self) -> None:

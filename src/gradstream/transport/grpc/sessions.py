@@ -75,12 +75,15 @@ class Sessions:
             checked: the connection needs checksums.
         """
         refused = v1.Refuse(code=v1.BAD_SECRET, message=proof.BAD_SECRET)
+        damaged = v1.Refuse(code=v1.TOO_OLD, message="the greeting was damaged on its way: try again")
+        if not raw:  # its name in the metadata was
+            return damaged
         if len(raw) > LIMITS.greeting_bytes:
             return refused
         try:
             greeting = v1.Greeting.FromString(raw[unseal(raw, seed=0) :])
         except DamagedError:
-            return v1.Refuse(code=v1.TOO_OLD, message="the greeting was damaged on its way: try again")
+            return damaged
         except DecodeError:
             return refused
         mine = self._identity
