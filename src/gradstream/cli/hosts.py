@@ -136,7 +136,7 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
     finally:
         for process in (shown, *watched):
             process.kill()
-    if failed and not begun.is_set():
+    if not begun.is_set() and (failed or (status > 0 and status != NO_CONNECTION and not fleet.has_begun())):
         _forget(fleet, run)
         if status in (-signal.SIGKILL, NO_CONNECTION):
             raise HostError("\n".join(failed))

@@ -203,6 +203,12 @@ class Fleet:
 
         return self.at_once(state)
 
+    def has_begun(self) -> bool:
+        """Whether the run has written on the first machine what it is. Raises HostError if that cannot be reached."""
+        first = self.machines[0]
+        script = f"[ -e {self.run_dir}/run.json ] && echo begun"
+        return first.ask(self.inside(first, script)).stdout.strip() == b"begun"
+
     def stop(self, *options: str) -> str:
         """Ends the run, with a checkpoint if the job has any. Returns what `gradstream stop` says there.
 
