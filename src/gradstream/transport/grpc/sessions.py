@@ -76,7 +76,7 @@ class Sessions:
         """
         refused = v1.Refuse(code=v1.BAD_SECRET, message=proof.BAD_SECRET)
         damaged = v1.Refuse(code=v1.TOO_OLD, message="the greeting was damaged on its way: try again")
-        if not raw:  # its name in the metadata was
+        if checked and not raw:  # its name in the metadata was
             return damaged
         if len(raw) > LIMITS.greeting_bytes:
             return refused
