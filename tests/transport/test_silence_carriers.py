@@ -13,7 +13,7 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
-from gradstream.transport.grpc.endpoint import GrpcEndpoint, _Peers
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.grpc.options import CLIENT_OPTIONS, SERVER_OPTIONS, patience_options
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
@@ -84,7 +84,6 @@ def test_a_call_over_a_new_connection_leaves_the_old_one_alone(monkeypatch: pyte
             await listen(request, context)
 
         monkeypatch.setattr(server, "answer", noting)
-        server._routes = _Peers(server)
         await server.start()
         caller.know("server", server.address)
         for anew in (False, True, True, False):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -44,7 +44,7 @@ from gradstream.transport.grpc.connection import (
     SESSION,
     GrpcConnection,
 )
-from gradstream.transport.grpc.listener import FLUSH_S, Listener
+from gradstream.transport.grpc.listener import Listener
 from gradstream.transport.grpc.options import (
     CLIENT_OPTIONS,
     MAX_MESSAGE_BYTES,
@@ -58,6 +58,8 @@ from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
 from gradstream.wire.frames import DamagedError, FrameError, encode
+
+FLUSH_S = 1.0  # time that `close` gives messages to leave
 
 MOST_CONNECTIONS = 8
 """Bulk connections to one peer: a node accepts `Limits.sessions` in all, with those of control and of retries."""
@@ -75,17 +77,30 @@ async def _read(carrier: GrpcCarrier, context: _Context) -> None:
 
 
 class _Peers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Routes the calls of gRPC to the endpoint."""
+    """Routes the calls of one of gRPC's servers to the endpoint."""
 
     def __init__(self, endpoint: GrpcEndpoint) -> None:
+        self._endpoint = endpoint
+        self._sessions = 0
         self.handlers = {
             method: grpc.stream_stream_rpc_method_handler(serve)
             for method, serve in (
                 (METHOD, endpoint.answer),
                 (CHALLENGE, endpoint.challenge),
-                (SESSION, endpoint.session),
+                (SESSION, self._session),
             )
         }
+
+    def has_sessions(self) -> bool:
+        """Whether callers have sessions on this server."""
+        return self._sessions > 0
+
+    async def _session(self, request: object, context: _Context) -> None:
+        self._sessions += 1
+        try:
+            await self._endpoint.session(request, context)
+        finally:
+            self._sessions -= 1
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> _RpcHandler | None:
         """The endpoint's handler of a method; None for an unknown method."""
@@ -172,11 +187,12 @@ class GrpcEndpoint(EndpointCore):
             )
         self.address = f"{self._host}:{port}"
 
-    def _new_server(self) -> grpc.aio.Server:
+    def _new_server(self) -> tuple[grpc.aio.Server, Callable[[], bool]]:
         received = ("grpc.max_receive_message_length", self._max_message_bytes)
         server = grpc.aio.server(options=[*SERVER_OPTIONS, *self._patience, received])
+        self._routes = _Peers(self)
         server.add_generic_rpc_handlers((self._routes,))
-        return server
+        return server, self._routes.has_sessions
 
     def _listen_with(self, server: grpc.aio.Server, address: str) -> int:
         if self._security is None:

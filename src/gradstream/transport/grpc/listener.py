@@ -3,7 +3,8 @@
 grpc.aio takes the method of a call as UTF-8, and ends the whole server where it is not (`_server_main_loop`, seen in
 1.85.1). One call by anybody who reaches the port does that, before any code of ours sees it, and so does one damaged
 bit. gRPC tells only who asks, so this asks every `CHECK_S`, and begins a new server with the same handlers on the same
-port. Calls that were under way have `FLUSH_S` to end, and are then lost: callers try again, as after a lost connection.
+port. Where members have sessions on the old one, its calls go on: by them the coordinator knows who lives. New calls
+take new connections. An old server without members is freed, after `FLUSH_S`, with the stranger's call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gradstream.runtime.base import Runtime
 
 CHECK_S = 0.1
 FLUSH_S = 1.0
-"""Seconds that calls which are under way get where their server ends."""
+"""Seconds that the calls of a server without members have to end."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,22 +29,23 @@ class Listener:
 
     Args:
         runtime: runtime of the node.
-        make: makes a server with its handlers.
+        make: makes a server with its handlers, and a function that says whether members have sessions on it.
         listen: has a server listen on an address, and returns the port.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        make: Callable[[], grpc.aio.Server],
+        make: Callable[[], tuple[grpc.aio.Server, Callable[[], bool]]],
         listen: Callable[[grpc.aio.Server, str], int],
     ) -> None:
         self._runtime = runtime
         self._make = make
         self._listen = listen
         self._server: grpc.aio.Server | None = None
+        self._in_use: Callable[[], bool] = bool
         self._watching: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ended: dict[grpc.aio.Server, asyncio.Task[None]] = {}  # those that are not free yet
 
     async def start(self, host: str, port: int) -> int:
         """Listens from now on. Returns the port, which is a free one for 0; returns 0 where that cannot be."""
@@ -54,31 +56,37 @@ class Listener:
 
     async def stop(self, grace_s: float | None) -> None:
         """Ends all calls, after `grace_s` seconds if some are given, and listens no more."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, *self._ending, return_exceptions=True)
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        tasks = [*self._ended.values(), *([self._watching] if self._watching else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        servers = [*self._ended, *([self._server] if self._server else [])]
+        await asyncio.gather(*(server.stop(grace_s) for server in servers))
 
     async def _begin(self, address: str) -> int:
-        server = self._make()
+        server, in_use = self._make()
         try:
             port = self._listen(server, address)
         except RuntimeError:
             return 0
         if port:
+            self._server, self._in_use = server, in_use
             await server.start()
-            self._server = server
         return port
 
     async def _watch(self, address: str) -> None:
         while (server := self._server) is not None and (failure := await _failure(server)) is not None:
             _log.warning("gRPC's server on %s has ended: %s; a new one begins", address, failure)
-            while not await self._begin(address):
+            freeing = self._free(server, self._in_use)
+            self._ended[server] = self._runtime.spawn(freeing, name=f"a server on {address} that has ended")
+            while not await self._begin(address):  # the port is free at once, but for another program's haste
                 await self._runtime.sleep(CHECK_S)
-            ending = self._runtime.spawn(server.stop(FLUSH_S), name=f"end of a server on {address}")
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+
+    async def _free(self, server: grpc.aio.Server, in_use: Callable[[], bool]) -> None:
+        while in_use():
+            await self._runtime.sleep(FLUSH_S)
+        await server.stop(FLUSH_S)
+        del self._ended[server]
 
 
 async def _failure(server: grpc.aio.Server) -> Exception | None:
