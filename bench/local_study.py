@@ -4,7 +4,7 @@
 and its kin, gossip, with 1 to 500 minibatches between two exchanges, and synchronous training with codecs. Gradients,
 strategies and codecs are the real ones. The grid of rates is that of `async_study.py`.
 
-    nice -n 19 python bench/local_study.py          # all that is missing of it: some three hours of an idle core
+    nice -n 19 python bench/local_study.py          # all that is missing of it: some four hours of an idle core
     python bench/local_study.py --page              # no runs: record and tables of what is there
     python bench/local_study.py --only local-4
 

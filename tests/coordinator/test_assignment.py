@@ -139,7 +139,7 @@ def test_the_last_minibatch_is_done_about_as_early_as_it_can_be(
     assert least_s - 1e-9 <= took_s <= max(1.3 * least_s + 1 / max(speeds), unmeasured_s + 1e-9)
 
 
-@pytest.mark.parametrize(("taken", "until_s"), [(0, 5.0), (6, 5.0), (14, 10.0)])
+@pytest.mark.parametrize(("taken", "until_s"), [(0, 5.0), (6, 5.0), (12, 7.5), (14, 10.0)])
 def test_a_worker_is_denied_minibatches_only_while_the_others_go_on(taken: int, until_s: float) -> None:
     """Worker 1 takes 5 s for one, in which worker 0 does 50, and 20 are left. Worker 0 takes some, and stops."""
     ledger = Ledger(QueuePlan(20, 1, 2), epochs=1)

@@ -26,6 +26,7 @@ from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.server.update import Update
 from gradstream.testing.pairs import SECRET
+from gradstream.testing.pieces import echo
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc.connection import CHALLENGE, METHOD, SESSION
@@ -37,7 +38,7 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.placement import Placement
 
 ELEMS, CHUNK_ELEMS, FINGERPRINT = 100, 64, 7
-SILENCE_S = 0.3
+SILENCE_S, WAIT_S = 0.3, 20.0
 CARRIERS: dict[str, Callable[..., EndpointCore]] = {"tcp": TcpEndpoint, "grpc": GrpcEndpoint}
 
 
@@ -178,7 +179,7 @@ async def training(
     back, vector = (
         runtimes[1].memory.allocate(ELEMS, torch.float32, name, exchanged=True) for name in ("back", "update")
     )
-    deadlines = Deadlines(silence_s=SILENCE_S, retry_s=10.0)
+    deadlines = Deadlines(silence_s=SILENCE_S, retry_s=40.0)
     links = ShardLinks(runtimes[1], worker, Placement(0, 1), ChunkMap(ELEMS, CHUNK_ELEMS, 1), deadlines)
     trained = Trained(ServerClient(links, back), worker, shard, vector, wire, damages)
     try:
@@ -196,13 +197,23 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60.0))
 
 
-async def damage(trained: Trained, rounds: int) -> int:
-    """Flips a bit of each round's bytes, anywhere. Returns the number of bytes of a round, in both directions."""
+async def damage(trained: Trained, rounds: int, *, anew: bool = False) -> int:
+    """Flips a bit of each round's bytes, anywhere. Returns the number of bytes of a round, in both directions.
+
+    With `anew`, each round begins with new connections.
+    """
     drawn, wire = random.Random(3), trained.wire
+
+    def begin() -> None:
+        if anew:
+            trained.endpoint.redial("shard-0", 0.0)
+
+    begin()
     before = dict(wire.passed)
     await trained.step()
     lengths = {name: wire.passed[name] - before[name] for name in before}
     for number in range(rounds):
+        begin()
         direction = "up" if number % 2 else "down"
         wire.arm(direction, drawn.randrange(lengths[direction] * 9 // 10), drawn.randrange(8))
         await trained.step()
@@ -223,14 +234,15 @@ def test_no_bit_that_is_flipped_over_tcp_reaches_the_model() -> None:
 
 
 @pytest.mark.limit_s(90)
-def test_no_bit_that_is_flipped_over_grpc_reaches_the_model() -> None:
+@pytest.mark.parametrize(("anew", "rounds"), [(False, 30), (True, 90)])
+def test_no_bit_that_is_flipped_over_grpc_reaches_the_model(anew: bool, rounds: int) -> None:
     """Where the flip is in gRPC's own framing, gRPC sees it, or a new connection follows the silence."""
 
     async def main() -> None:
         async with training("grpc") as trained:
-            await damage(trained, 30)
-            assert trained.wire.fired == 30
-            assert len(trained.damages) > 10
+            await damage(trained, rounds, anew=anew)
+            assert trained.wire.fired == rounds
+            assert len(trained.damages) > (0 if anew else 10)
 
     run(main())
 
@@ -274,6 +286,14 @@ def test_a_strangers_method_that_is_no_text_ends_nothing(
     async def main() -> None:
         async with training("grpc") as trained:
             await trained.step()
+            trained.shard.serve("held", echo, model=False)
+            held = await trained.endpoint.open("shard-0", "held", v1.Body())
+
+            async def goes_on() -> None:
+                await held.send(v1.Frame(body=v1.Body()))
+                assert await held.recv(WAIT_S) is not None
+
+            await goes_on()
             strangers = []
             for number in range(1, times + 1):
                 strangers.append(await call(trained.wire.target))
@@ -283,6 +303,7 @@ def test_a_strangers_method_that_is_no_text_ends_nothing(
             listener = trained.shard._listener
             while len(listener._ended) > 1:  # the first one has the worker's session
                 await trained.step()
+            await goes_on()  # as the call does by which the coordinator knows who lives
             for writer in strangers:
                 writer.close()
 

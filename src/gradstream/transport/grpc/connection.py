@@ -155,6 +155,8 @@ class GrpcConnection:
             if answer.refuse.code == v1.TOO_OLD:  # one of the two nodes stood still, or was restarted
                 raise self._lost(answer.refuse.message)
             raise refused_by(self._peer, answer.refuse)
+        if not answer.HasField("proven"):  # of another method: a bit of the name's number was damaged
+            raise self._lost("it has answered something else than a greeting")
         try:
             return call, proved(mine, self._peer, greeting, answer.proven)
         except RefusedError:

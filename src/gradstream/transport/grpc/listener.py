@@ -60,7 +60,7 @@ class Listener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        servers = [*self._ended, *([self._server] if self._server else [])]
+        servers = {*self._ended, *([self._server] if self._server else [])}
         await asyncio.gather(*(server.stop(grace_s) for server in servers))
 
     async def _begin(self, address: str) -> int:
@@ -79,8 +79,12 @@ class Listener:
             _log.warning("gRPC's server on %s has ended: %s; a new one begins", address, failure)
             freeing = self._free(server, self._in_use)
             self._ended[server] = self._runtime.spawn(freeing, name=f"a server on {address} that has ended")
-            while not await self._begin(address):  # the port is free at once, but for another program's haste
-                await self._runtime.sleep(CHECK_S)
+            if not await self._begin(address):
+                _log.error(
+                    "%s is taken by another program; until it is free, nobody reaches this node", address
+                )
+                while not await self._begin(address):
+                    await self._runtime.sleep(FLUSH_S)
 
     async def _free(self, server: grpc.aio.Server, in_use: Callable[[], bool]) -> None:
         while in_use():
