@@ -20,8 +20,11 @@ from kinds import KINDS, kind_of
 from warm_start import THREADS, Starter, warm
 
 # A machine that is busy with other things makes examples slow, and is no fault of the code. Examples are the same in
-# each run, so that a change fails by what it changes; `pytest --hypothesis-profile=search` draws others.
-settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# each run, so that a change fails by what it changes; `pytest --hypothesis-profile=search` draws others. Its parent is
+# named, because hypothesis takes another one where the variable CI is set, which draws the same in each run.
+settings.register_profile(
+    "search", settings.get_profile("default"), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,10 +128,24 @@ def test_no_generated_example_depends_on_speed() -> None:
     assert HealthCheck.too_slow in settings().suppress_health_check
 
 
-def test_generated_examples_are_the_same_in_each_run_unless_others_are_asked_for() -> None:
-    """A change that is sent in would else fail by what was there before it."""
-    assert settings.get_profile("same").derandomize
-    assert not settings.get_profile("search").derandomize
+@pytest.mark.cold
+@pytest.mark.parametrize("at", [{}, {"CI": "true"}], ids=["at-home", "in-ci"])
+def test_generated_examples_are_the_same_in_each_run_unless_others_are_asked_for(at: dict[str, str]) -> None:
+    """A change would else fail by what was there before it. `search` is for a workflow, so it draws in CI too."""
+    code = (
+        "import conftest; from hypothesis import settings as s; "
+        "print(s().derandomize, s.get_profile('search').derandomize)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | at
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.stdout.split() == ["True", "False"]
 
 
 def help_faults(where: str, text: str) -> Iterator[str]:
