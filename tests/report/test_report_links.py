@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.codec import named
-from gradstream.coordinator.links import Advice, Links
+from gradstream.coordinator.links import COMPRESSIONS, Compression, Links
 from gradstream.report.links import links_of
 
 MB = Links(
@@ -21,33 +21,74 @@ MB = Links(
 )  # 100 Mbit/s
 
 
+NONE, INT8, FLOAT4, ONE_BIT, FEW = COMPRESSIONS
+
+
 def test_seconds_are_those_of_slices_of_numbers_or_of_encoded_ones() -> None:
-    assert MB.sum_s == pytest.approx(2e-3 + 1.5 * 40e6 * 8e-8)
+    assert MB.exchange_s(NONE) == MB.sum_s == pytest.approx(2e-3 + 1.5 * 40e6 * 8e-8)
     encoded = named.int8().encoded_bytes(10_000_000)
-    assert MB.encoded_s("int8") == pytest.approx(2e-3 + 1.5 * encoded * 8e-8)
-    assert dataclasses.replace(MB, workers=2).encoded_s("int8") == pytest.approx(1e-3 + encoded * 8e-8)
+    assert MB.exchange_s(INT8) == pytest.approx(2e-3 + 1.5 * encoded * 8e-8)
+    assert dataclasses.replace(MB, workers=2).exchange_s(INT8) == pytest.approx(1e-3 + encoded * 8e-8)
+    few = named.chunk_top_k().encoded_bytes(10_000_000)
+    for workers, messages in ((2, 1), (4, 2), (5, 3)):  # all parts go to all
+        seconds = dataclasses.replace(MB, workers=workers).exchange_s(FEW)
+        assert seconds == pytest.approx(messages * 1e-3 + (workers - 1) * few * 8e-8)
 
 
-def test_the_first_way_that_is_quick_enough_is_taken() -> None:
-    speeds = [dataclasses.replace(MB, beta_s_byte=8 / 1e6 / mbit).advice() for mbit in (10, 100, 500, 1000)]
-    assert [(one.every, one.delay, one.codec) for one in speeds] == [
-        (68, 17, "one-bit"),
-        (8, 2, "one-bit"),
-        (12, 3, "int8"),
-        (20, 5, None),
+def test_the_slower_the_links_the_fewer_bytes() -> None:
+    speeds = [
+        dataclasses.replace(MB, beta_s_byte=8 / 1e6 / mbit).advice() for mbit in (10, 30, 100, 1000, 10_000)
     ]
-    assert dataclasses.replace(MB, compute_s=3.0).advice() == Advice(8, 2, None, MB.sum_s, 0.0)
-    short = dataclasses.replace(MB, beta_s_byte=8e-7, epoch=30).advice()
-    assert (short.every, short.delay, short.codec) == (30, 7, "one-bit")
-    assert short.wait_s == pytest.approx((short.exchange_s - 7 * 0.1) / 30) and short.wait_s > 0.03
-    alike = [
-        dataclasses.replace(MB, beta_s_byte=8e-7, epoch=epoch).advice().every for epoch in (61, 200, 136)
-    ]
-    assert alike == [61, 100, 68]  # rounds end with an epoch: none is shorter than the others
-    far = dataclasses.replace(MB, compute_s=1e-6).advice()
-    assert (far.every, far.delay) == (500, 125) and far.wait_s == pytest.approx(
-        far.exchange_s / 500, rel=1e-3
+    assert [one.codec for one in speeds] == ["chunk-top-k", "one-bit", "float4", "int8", None]
+    assert max(one.every for one in speeds) < 30
+    assert [one.outer_momentum for one in speeds] == [0.5, 0, 0, 0, 0]
+    assert speeds[0].options == (
+        "--strategy local-sgd --set strategy.every=19 --set strategy.delay=4 --set strategy.outer_momentum=0.5 "
+        "--codec chunk-top-k"
     )
+
+
+def test_what_is_advised_costs_least_by_the_formula() -> None:
+    """Beside each other period and delay, up to those that cost alike."""
+    slow = dataclasses.replace(MB, beta_s_byte=8e-7)
+    advice = slow.advice()
+
+    def cost_s(way: Compression, every: int, delay: int) -> float:
+        wait_s = max(0.0, slow.exchange_s(way) - delay * 0.1) / every
+        return float(
+            (0.1 + wait_s) * way.minibatches * (1 + (every / 40) ** 4) ** 0.125 * (1 + 0.6 * delay / every)
+        )
+
+    assert advice.cost_s == pytest.approx(cost_s(FEW, advice.every, advice.delay))
+    least = min(
+        cost_s(way, every, delay)
+        for way in COMPRESSIONS
+        for every in range(2, 501)
+        for delay in {0, min(every // 4, 17)}
+    )
+    assert advice.cost_s <= 1.05 * 1.01 * least  # not each period is tried
+    assert advice.wait_s == pytest.approx((advice.exchange_s - 0.1 * advice.delay) / advice.every)
+
+
+def test_rounds_of_an_epoch_are_alike_and_no_longer_than_it() -> None:
+    slow = dataclasses.replace(MB, beta_s_byte=8e-6, compute_s=0.01)
+    every = slow.advice().every
+    assert every > 20
+    for epoch in (every + 5, 2 * every - 1, 7 * every + 3, 2, 1):
+        advice = dataclasses.replace(slow, epoch=epoch).advice()
+        assert advice.every <= max(2, epoch) and advice.delay <= advice.every // 4
+        rounds = -(-epoch // advice.every)
+        assert (
+            epoch > rounds * advice.every - rounds
+        )  # none is shorter than the others by more than a minibatch each
+    far = dataclasses.replace(MB, compute_s=1e-6).advice()
+    assert 400 < far.every <= 500
+
+
+def test_among_many_workers_not_all_parts_go_to_all() -> None:
+    slow = dataclasses.replace(MB, beta_s_byte=8e-7)
+    assert slow.advice().codec == "chunk-top-k"
+    assert dataclasses.replace(slow, workers=32).advice().codec == "one-bit"
 
 
 def test_no_codec_is_advised_where_messages_take_long_and_bytes_do_not() -> None:
@@ -55,8 +96,8 @@ def test_no_codec_is_advised_where_messages_take_long_and_bytes_do_not() -> None
     small = dataclasses.replace(
         MB, workers=3, elems=1100, alpha_s=0.025, beta_s_byte=8e-7, compute_s=0.0032, wait_s=0.055
     )
-    assert small.encoded_s("one-bit") > small.sum_s / 1.25
-    assert (small.advice().every, small.advice().codec) == (72, None)
+    assert small.exchange_s(ONE_BIT) > small.sum_s / 1.25
+    assert small.advice().codec is None
 
 
 @pytest.mark.parametrize(("spread", "says"), [(1.4, False), (10.0, True)])
@@ -67,13 +108,14 @@ def test_it_says_when_a_worker_is_slow(spread: float, says: bool) -> None:
 
 def test_an_epochs_minibatches_are_read_from_the_run() -> None:
     links = links_of(run_of(1, "allreduce").events)
-    assert links is not None and (links.epoch, links.advice().every <= 20) == (1280 // 4 // 16, True)
-    assert dataclasses.replace(links, epoch=None).advice().every > 20
+    assert links is not None and links.epoch == 1280 // 4 // 16
+    slower = dataclasses.replace(links, compute_s=1e-5)
+    assert slower.advice().every <= 20 < dataclasses.replace(slower, epoch=None).advice().every
 
 
 def test_no_codec_is_advised_where_all_would_be_refused() -> None:
     double = dataclasses.replace(MB, itemsize=8)
-    assert {double.encoded_s(codec) for codec in ("int8", "float4", "one-bit")} == {float("inf")}
+    assert {double.exchange_s(way) for way in COMPRESSIONS[1:]} == {float("inf")}
     assert double.advice().codec is None
 
 

@@ -80,6 +80,56 @@ def test_a_phase_that_forgets_the_optimizers_state_is_seen(monkeypatch: pytest.M
         test_two_phases_of_the_same_settings_are_one_run_to_the_bit("synchronous")
 
 
+@pytest.mark.parametrize(
+    ("before", "outer"),
+    [("allreduce", gs.LocalSGD(every=2, outer_momentum=0.5)), ("synchronous", gs.DiLoCo(every=2))],
+    ids=["in a group", "on servers"],
+)
+def test_an_outer_velocity_does_not_begin_with_the_momentum_of_gradients(before: str, outer: Any) -> None:
+    """Nor does it look for one that a rule without momentum has not left."""
+    momentum, plain = (
+        linear(
+            workers=2,
+            phases=[
+                gs.Phase(
+                    epochs=1, strategy=before, optimizer=rule, lr=1e-30
+                ),  # leaves a momentum, and nothing else
+                gs.Phase(epochs=1, strategy=outer, optimizer=gs.optim.SGD(lr=0.01)),
+            ],
+        )
+        for rule in (MOMENTUM, gs.optim.SGD(lr=0.01))
+    )
+    assert same(momentum, plain)
+
+
+@pytest.mark.parametrize("rule", [MOMENTUM, gs.optim.SGD(lr=0.01)], ids=["momentum", "none"])
+def test_a_resumed_job_of_another_rule_says_that_the_state_begins_anew(
+    rule: gs.optim.SGD, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def stop(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(0.5)
+        cluster.stop()
+
+    storage, config = (
+        MemoryStorage(),
+        gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(per_sample_s=1e-2)}),
+    )
+    options: dict[str, Any] = {
+        "storage": storage,
+        "workers": 2,
+        "optimizer": rule,
+        "epochs": 4,
+        "config": config,
+    }
+    with pytest.raises(Interrupted):
+        linear(strategy="allreduce", script=stop, **options)
+    kept = linear(strategy="allreduce", resume=True, **options)
+    assert not capsys.readouterr().err
+    linear(strategy=gs.LocalSGD(every=2, outer_momentum=0.5), resume=True, **options)
+    assert "the state of the update rule begins anew: checkpoints/step-" in capsys.readouterr().err
+    assert kept.summary["samples"] < 4 * 48
+
+
 def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of each worker that goes on from a checkpoint: vectors that it needs, and that it has to read."""
     found = list[tuple[int, int]]()

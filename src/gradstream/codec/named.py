@@ -60,7 +60,7 @@ def random_k(density: float = 0.01, feedback: bool = True) -> Codec:
 
 
 def chunk_top_k(k: int = 64, chunk: int = 4096, feedback: bool = True, decay: float = 0.95) -> Codec:
-    """`ChunkTopK`: about 2.3 bytes for each of the largest numbers of a chunk; SparseLoCo's, with its feedback."""
+    """`ChunkTopK`: about 1.3 bytes for each of the largest numbers of a chunk; SparseLoCo's, with its feedback."""
     return ErrorFeedback(ChunkTopK(k, chunk), decay) if feedback else ChunkTopK(k, chunk)
 
 

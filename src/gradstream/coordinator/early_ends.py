@@ -83,7 +83,7 @@ class EarlyEnds:
         if self._links is not None and (model := self._membership.admission.model) is not None:
             self._links.event(event)
             size = (model.elems, itemsize_bytes(model.dtype))
-            if event["event"] == "step":
+            if event["event"] in ("step", "rehearsed"):
                 reason = self._links.ends(*size)
                 if reason or event["rank"] == 0:
                     self._membership.phases.chosen = self._links.chosen(*size).as_json()

@@ -7,37 +7,83 @@ computed: c seconds on the slowest worker. For W workers and a gradient of n byt
 
     summed          2α + 2(W - 1)/W·n·β         slices go to their owners, sums of them to all
     encoded         2α + 2(W - 1)/W·C·β         the same, encoded each time; for W = 2 once, α + C·β
+    few numbers     ⌈lg W⌉α + (W - 1)·C·β       all parts go to all: `chunk-top-k`
 
-Workers that wait less than a quarter of c need no advice. For others it is local SGD of the shortest period H of
-which a quarter takes as long as an exchange, x seconds: ⌈x/c⌉ minibatches, which are computed meanwhile (`delay`). So
-nobody waits. The codec is the first of none, `int8`, `float4` and `one-bit` for which H ≤ 20: none loses more than it
-has to. Where none is enough, it is the first with which x is at most a quarter longer than with the quickest: where α
-is most of x, no codec helps. H is no longer than a data epoch, with which rounds end, and at most 500; where the epoch
-would end with a short round, H is longer by so much that all rounds of an epoch are alike. The time of encoding is left
-out. Whether a model learns as well at such a period is for its user to see.
+Workers that wait less than a quarter of c need no advice. Others are advised the local SGD that is soonest at an
+accuracy, by what its minibatches cost, times how many of them it needs. For an exchange of x seconds every H
+minibatches, d of which are computed during it (`delay`), that is
+
+    (c + max(0, x - d·c)/H) · m · g(H) · (1 + 0.6 d/H)         g(H) = (1 + (H/40)⁴)^(1/8), m in `COMPRESSIONS`
+
+where d is ⌈x/c⌉, at most H/4, or 0. The second and all further factors are rough. They are those of three networks over
+slow links (`docs/codecs.md`): one bit needed 1.10 to 1.23 times the minibatches of `float4`, `chunk-top-k` with outer
+momentum 1.15 to 1.5 times, a delay of a quarter 1.10 to 1.17 times, and H = 40 1.05 times those of H = 20. H = 80 took
+twice as many where that is more than a data epoch, and in `docs/strategies/local-study.md` hardly more. So g goes with
+√H at last: longer rounds are fewer, though each worker goes farther alone. Of ways that cost alike, up to 5 %, the
+one that loses least is taken, and the shortest H.
+
+H is no longer than a data epoch, with which rounds end, and at most 500; where the epoch would end with a short round,
+it is another one by so much that all rounds of an epoch are alike. The time of encoding is left out. Whether a model
+learns as well at such a period is for its user to see.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gradstream.codec import named
+from gradstream.codec.base import Codec
 
 ENOUGH = 0.25
 """Seconds of waiting for each second of computing above which there is advice."""
 PARTS = 4
-"""Seconds of computing for each second of an exchange, and minibatches of a round for each that is delayed."""
-NEAR, LONGEST = 20, 500
-"""The longest period before a codec that loses more is taken, and the longest of all."""
-ALIKE = 1.25
-"""Seconds of an exchange, over those of the quickest, at which a codec that loses more is not worth it."""
+"""Minibatches of a round for each that is delayed, at least."""
+LONGEST = 500
+"""The longest period."""
+HARMS = 40
+"""The period from which on more minibatches are needed, twice as many at four times of it."""
+DELAYED = 0.6
+"""How many more are needed for each part of a round that is delayed."""
+ALIKE = 1.05
+"""Cost over that of the cheapest way at which a way that loses less is taken."""
+SHORTER = 0.9
+"""Times a period, the shortest one in its place."""
 UNEVEN = 1.5
 """Times that one worker computes longer than another, from which on it is said."""
-CODECS = {"int8": named.int8, "float4": named.float4, "one-bit": named.one_bit}
-"""From what loses least to what loses most."""
+CLEAR = 4
+"""Seconds of a sum for each second of computing from which on one sum is enough to know, or none."""
 BITS = 8e-6
 """Megabits of a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """What local SGD exchanges.
+
+    Args:
+        codec: name of the codec; None for none.
+        minibatches: how many it needs to an accuracy, for each that the way that loses nothing needs.
+        outer_momentum: of the strategy.
+        make: makes the codec.
+    """
+
+    codec: str | None
+    minibatches: float
+    outer_momentum: float = 0.0
+    make: Callable[[], Codec] | None = None
+
+
+COMPRESSIONS = (
+    Compression(None, 1.0),
+    Compression("int8", 1.0, make=named.int8),
+    Compression("float4", 1.0, make=named.float4),
+    Compression("one-bit", 1.15, make=named.one_bit),
+    Compression("chunk-top-k", 1.35, 0.5, named.chunk_top_k),
+)
+"""From what loses least to what loses most."""
+PERIODS = sorted({round(2 * 1.12**power) for power in range(50)} | {LONGEST})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +94,27 @@ class Advice:
         every: H, minibatches of a round.
         delay: those of them that are computed during the exchange.
         codec: name of the codec; None for none.
+        outer_momentum: of the strategy.
         exchange_s: seconds of an exchange.
         wait_s: seconds that a worker waits, for each minibatch.
+        cost_s: seconds of a minibatch, times how many are needed for one of allreduce.
     """
 
     every: int
     delay: int
     codec: str | None
+    outer_momentum: float
     exchange_s: float
     wait_s: float
+    cost_s: float
 
     @property
     def options(self) -> str:
         """On the command line."""
-        delay = f" --set strategy.delay={self.delay}" if self.delay else ""
+        given = {"every": self.every, "delay": self.delay, "outer_momentum": self.outer_momentum}
+        sets = "".join(f" --set strategy.{name}={value}" for name, value in given.items() if value)
         codec = "" if self.codec is None else f" --codec {self.codec}"
-        return f"--strategy local-sgd --set strategy.every={self.every}{delay}{codec}"
+        return f"--strategy local-sgd{sets}{codec}"
 
     @property
     def waits(self) -> str:
@@ -98,39 +149,47 @@ class Links:
     @property
     def sum_s(self) -> float:
         """Seconds of an exchange without a codec."""
-        size = self.itemsize * self.elems
-        return 2 * self.alpha_s + self._sent * size * self.beta_s_byte
+        return summed_s(self.workers, self.alpha_s, self.beta_s_byte, self.itemsize * self.elems)
 
-    @property
-    def _sent(self) -> float:
-        """What a worker sends in an exchange, over the size of the whole vector."""
-        return 2 * (self.workers - 1) / self.workers
-
-    def encoded_s(self, codec: str) -> float:
-        """Seconds of an exchange with a codec; infinite where it is refused."""
+    def exchange_s(self, way: Compression) -> float:
+        """Seconds of an exchange; infinite where the codec is refused."""
+        if way.make is None:
+            return self.sum_s
         if self.itemsize != 4:
             return math.inf
-        encoded = CODECS[codec]().encoded_bytes(self.elems)
-        messages = 1 if self.workers == 2 else 2
-        return messages * self.alpha_s + self._sent * encoded * self.beta_s_byte
+        codec = way.make()
+        encoded = codec.encoded_bytes(self.elems)
+        if self.workers == 2 or not getattr(codec, "dense", False):
+            messages = math.ceil(math.log2(self.workers))
+            return messages * self.alpha_s + (self.workers - 1) * encoded * self.beta_s_byte
+        return summed_s(self.workers, self.alpha_s, self.beta_s_byte, encoded)
 
     def advice(self) -> Advice:
         """See the module."""
-        ways: dict[str | None, float] = {None: self.sum_s}
-        ways |= {codec: self.encoded_s(codec) for codec in CODECS}
-        enough_s = max(NEAR / PARTS * self.compute_s, ALIKE * min(ways.values()))
-        codec, seconds = next((codec, seconds) for codec, seconds in ways.items() if seconds <= enough_s)
-        longest = min(LONGEST, self.epoch or LONGEST)
-        delay = max(1, min(math.ceil(seconds / self.compute_s), longest // PARTS))
-        every = max(2, min(PARTS * delay, longest))
-        if self.epoch:  # rounds end with an epoch: as many of them, of one length
-            every = max(every, min(LONGEST, math.ceil(self.epoch / max(1, self.epoch // every))))
-        return Advice(every, delay, codec, seconds, max(0.0, seconds - delay * self.compute_s) / every)
+        found = [one for way in COMPRESSIONS for one in self._periods(way)]
+        enough_s = ALIKE * min(one.cost_s for one in found)
+        return next(one for one in found if one.cost_s <= enough_s)
+
+    def _periods(self, way: Compression) -> Iterator[Advice]:
+        """A way with periods and delays, the shortest ones first."""
+        exchange_s, c = self.exchange_s(way), self.compute_s
+        if math.isinf(exchange_s):
+            return
+        hides = math.ceil(exchange_s / c)
+        periods = {one for one in PERIODS if self.epoch is None or one <= max(2, self.epoch)}
+        if self.epoch:
+            periods = {_alike(one, self.epoch) for one in periods}
+        for every in sorted(periods):
+            for delay in sorted({0, min(hides, every // PARTS)}):
+                wait_s = max(0.0, exchange_s - delay * c) / every
+                needed = way.minibatches * (1 + (every / HARMS) ** 4) ** 0.125 * (1 + DELAYED * delay / every)
+                cost_s = (c + wait_s) * needed
+                yield Advice(every, delay, way.codec, way.outer_momentum, exchange_s, wait_s, cost_s)
 
     @property
     def is_quick(self) -> bool:
-        """Whether nothing is to be changed: workers wait little, or would wait no less."""
-        return self.wait_s <= max(ENOUGH * self.compute_s, self.advice().wait_s)
+        """Whether nothing is to be changed: workers wait little, or other ways cost as much."""
+        return self.wait_s <= ENOUGH * self.compute_s or self.compute_s + self.wait_s <= self.advice().cost_s
 
     @property
     def measured(self) -> str:
@@ -156,6 +215,18 @@ class Links:
             return self.measured
         advice = self.advice()
         return f"{self.measured}, at {self.speed}; {advice.options} would wait {advice.waits}"
+
+
+def _alike(every: int, epoch: int) -> int:
+    """A period with which an epoch has rounds of one length: a tenth shorter than `every`, or longer."""
+    rounds = max(1, epoch // every)
+    shorter, longer = math.ceil(epoch / (rounds + 1)), math.ceil(epoch / rounds)
+    return min(LONGEST, shorter if shorter >= SHORTER * every else longer)
+
+
+def summed_s(workers: int, alpha_s: float, beta_s_byte: float, size_bytes: int) -> float:
+    """Seconds in which workers sum a vector of so many bytes without a codec."""
+    return 2 * alpha_s + 2 * (workers - 1) / workers * size_bytes * beta_s_byte
 
 
 def in_words(seconds: float) -> str:

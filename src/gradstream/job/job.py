@@ -56,7 +56,7 @@ class Job:
         data: the data set; the name of one or "file.py:function" is looked up (`gradstream data info`), and a
             pair of arrays (inputs, targets) becomes `from_arrays(inputs, targets)`.
         strategy: the method of distribution: a name, "file.py:Class", or a Strategy. "auto" measures the links for 20
-            steps, and is then allreduce or local SGD: see `gradstream.coordinator.link_choice`.
+            steps at most, and is then allreduce or local SGD: see `gradstream.coordinator.link_choice`.
         strategy_options: fields of the strategy, where it is given by name.
         optimizer: the update rule: a name or an Optimizer; None takes the strategy's default.
         codec: makes what workers send smaller: a name such as "int8" or "top-k", or a codec

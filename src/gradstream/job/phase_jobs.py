@@ -161,7 +161,8 @@ def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
     if given:
         raise ConfigError(f"{where}: {given} with strategy={AUTO!r}, which chooses it; leave {given} out")
     chosen = Chosen.of_json(begin.chosen)
-    strategy = AllReduce() if chosen.every == 1 else LocalSGD(every=chosen.every, delay=chosen.delay)
+    local = LocalSGD(every=chosen.every, delay=chosen.delay, outer_momentum=chosen.outer_momentum)
+    strategy = AllReduce() if chosen.every == 1 else local
     return {"strategy": strategy, "strategy_options": {}, "codec": chosen.codec}
 
 

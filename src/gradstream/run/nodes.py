@@ -59,6 +59,7 @@ from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy, PeerStrategy
 from gradstream.telemetry.events import PhaseEvent, StartedEvent
 from gradstream.transport.base import Endpoint
+from gradstream.untrusted import say
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import itemsize_bytes
@@ -93,6 +94,11 @@ def build_coordinator(
         place: the place of this phase of the job among the others; None if the job has none.
     """
     served, ledger = plan.served, plan.ledger()
+    if plan.resume is not None and plan.whole is None and not restores_state(plan):
+        say(
+            f"the state of the update rule begins anew: {plan.resume.folder} has that of {plan.resume.rule}, and the "
+            f"run goes on with {plan.rule_name}"
+        )
     started = _started(plan, ledger)
     membership = _membership(plan, ledger, started, spread=spread, place=place)
     run, phase = (
@@ -217,14 +223,15 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
 
 
 def restores_state(plan: RunPlan) -> bool:
-    """Whether the optimizer state of the checkpoint is that of the plan's rule, and not of another phase's.
+    """Whether the optimizer state of the checkpoint is that of the plan's rule.
 
+    A phase may have another rule, and so may a resumed job.
     A batch method begins anew in each phase: the one before may have ended, or had other options.
     """
     resume = plan.resume
-    if resume is None or plan.whole is None:
+    if resume is None:
         return True
-    begins = plan.phase.number != resume.phase.number
+    begins = plan.whole is not None and plan.phase.number != resume.phase.number
     return resume.rule == plan.rule_name and not (plan.strategy.in_passes and begins)
 
 
@@ -394,6 +401,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         remainders=plan.remainders,
         replicas=plan.replicas,
         leaves_out=losses_of(plan).leaves_out,
+        looks_first=plan.link_choice is not None and plan.link_choice.only_measures,
         measures=plan.variance_test is not None,
         renumbered=renumbered(plan),
         ends_run=not plan.follows,

@@ -151,12 +151,17 @@ class RunPlan:
 
     @property
     def rule_name(self) -> str:
-        """Names the state that a checkpoint of the run has: of which update rule, and of which batch method."""
+        """Names the state that a checkpoint of the run has: of which update rule, and of which batch method.
+
+        An outer rule keeps something else than the same rule for gradients, and a rule without momentum keeps nothing.
+        """
         rule = self.shards_optimizer
         name = describe(rule.rule if isinstance(rule, Outer) else rule)["class"] or type(rule).__qualname__
         if isinstance(rule, PassSum):
-            name += f" of {self.strategy.title or type(self.strategy).__name__} ({', '.join(rule.vectors)})"
-        return name
+            return (
+                f"{name} of {self.strategy.title or type(self.strategy).__name__} ({', '.join(rule.vectors)})"
+            )
+        return f"{'outer ' * isinstance(rule, Outer)}{name} ({', '.join(rule.state_names)})"
 
     @property
     def replicas(self) -> str:

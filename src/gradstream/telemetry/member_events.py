@@ -182,6 +182,18 @@ class TransferEvent(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedEvent(MemberEvent):
+    """Before the first minibatch of a phase, workers know that each of its sums would take long (first of the group).
+
+    They begin none, and the coordinator ends the phase.
+    """
+
+    name: ClassVar[str] = "rehearsed"
+    rank: int
+    compute_s: Mapping[str, float]  # worker -> inside a gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredEvent(MemberEvent):
     """A new process of a shard has read the backup of the one before, and serves (shard)."""
 

@@ -97,6 +97,7 @@ class WorkerConfig:
         replicas: names what a checkpoint has of each worker, as `RunPlan.replicas` does; "" if nothing.
         leaves_out: rounds go on without a lost worker.
         renumbered: version of the checkpoint's parameters, where another strategy has counted them; else None.
+        looks_first: workers look at their links before the first minibatch: see `worker.exchange.first_look`.
         measures: workers measure the variance of their gradients: see `coordinator.variance_test`.
         ends_run: the run ends with this plan, and is not followed by another phase of the job.
         skips_non_finite: a gradient that is not finite is left out; else it ends the run.
@@ -143,6 +144,7 @@ class WorkerConfig:
     replicas: str = ""
     leaves_out: bool = False
     renumbered: int | None = None
+    looks_first: bool = False
     measures: bool = False
     ends_run: bool = True
     skips_non_finite: bool = False

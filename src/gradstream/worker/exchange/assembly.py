@@ -33,6 +33,7 @@ from gradstream.wire.parts import member_name, part_map_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
+from gradstream.worker.exchange.first_look import FirstLook
 from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.peers import PeerExchange
@@ -92,6 +93,7 @@ class Assembly:
         self._place = place
         self._meetings = meetings
         self._remainders: Remainders | None = None  # of a codec
+        self._look: FirstLook | None = None
         self._local: dict[int, LocalSteps] = {}  # by rank, where workers train alone in between
 
     async def exchange(self) -> Exchange:
@@ -164,6 +166,10 @@ class Assembly:
 
     async def _group_exchange(self, strategy: GroupStrategy) -> GroupExchange:
         config, context = self._config, self._context
+        layout = config.model.layout
+        if config.looks_first:
+            size_bytes, answer_s = layout.elems * layout.dtype.itemsize, context.deadlines.silence_s
+            self._look = FirstLook(context.runtime, size_bytes, context.member.emit, answer_s)
         forming = GroupForming(
             context.runtime,
             context.member,
@@ -180,8 +186,9 @@ class Assembly:
             forming,
             partial(self._group_setup, strategy),
             partial(GroupReplica, self._replica_context(), first, whole=forming.whole, delay=strategy.delay),
-            (config.model.layout.elems, config.chunk_elems),
+            (layout.elems, config.chunk_elems),
             None if config.split is None else part_map_of(context.member.notice.model, config.split.part),
+            self._look,
         )
 
     async def _form_group(self, notice: v1.Notice) -> Group:
@@ -193,7 +200,10 @@ class Assembly:
         rank = names.index(context.runtime.node)
         members = GroupMembers(names, rank, notice.epoch, config.deadlines.silence_s)
         return await config.form_group(
-            context.runtime, context.endpoint, members, on_event=context.member.emit
+            context.runtime,
+            context.endpoint,
+            members,
+            on_event=context.member.emit if self._look is None else self._look.heard,
         )
 
     async def _group_setup(

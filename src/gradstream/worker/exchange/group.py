@@ -23,6 +23,7 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.parts import PartMap, part_of
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
+from gradstream.worker.exchange.first_look import FirstLook
 from gradstream.worker.exchange.forming import LOST, GroupForming
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.group_setup import GroupSetup
@@ -43,6 +44,7 @@ class GroupExchange(Exchange):
         replica: makes the replica, which reports its transfers.
         chunks: number of elements, and elements of a chunk. A checkpoint has a version for each chunk.
         place: the place of this worker's part in a split model; None if the model is not split.
+        look: taken before the first minibatch in each group; None in a phase that does not just measure.
     """
 
     replica: GroupReplica
@@ -56,8 +58,10 @@ class GroupExchange(Exchange):
         replica: Callable[[Transfers], GroupReplica],
         chunks: tuple[int, int],
         place: PartMap | None = None,
+        look: FirstLook | None = None,
     ) -> None:
         super().__init__(context)
+        self._look = look
         self._strategy = strategy
         self._forming = forming
         self._setup = setup
@@ -137,6 +141,8 @@ class GroupExchange(Exchange):
         """See `Exchange`."""
         while True:
             try:
+                if self._look is not None:
+                    await self._look.take(self.replica)
                 await self._strategy.train(self.replica)
                 break
             except LOST as error:

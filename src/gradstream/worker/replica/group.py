@@ -19,6 +19,7 @@ from gradstream.worker.local_steps import LocalSteps
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.group_peers import GroupPeers
 from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
+from gradstream.worker.replica.rehearsal import rehearse
 from gradstream.worker.schedule import Schedule
 
 
@@ -120,6 +121,17 @@ class GroupReplica(Replica):
             self._handed_out(missed)()
             self._skip()
             await self._context.on_boundary(self, missed)
+
+    # ---- before the first round -----------------------------------------------------------
+
+    async def rehearse(self) -> float:
+        """Seconds of a gradient that nobody uses; 0 if this worker has no samples: see `rehearsal`."""
+        done = self.step - self._context.first_step
+        return await rehearse(self._context, self.parameters, self._gradient, self._part_sums, done)
+
+    async def asked_to_stand(self) -> None:
+        """Returns when the coordinator lets this worker begin no further minibatch. Raises as `BatchGate.gate`."""
+        await self._context.batch_gate.asked()
 
     # ---- see `GroupWorker` ----------------------------------------------------------------
 
