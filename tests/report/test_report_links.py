@@ -37,13 +37,13 @@ def test_seconds_are_those_of_slices_of_numbers_or_of_encoded_ones() -> None:
 
 def test_the_slower_the_links_the_fewer_bytes() -> None:
     speeds = [
-        dataclasses.replace(MB, beta_s_byte=8 / 1e6 / mbit).advice() for mbit in (10, 30, 100, 1000, 10_000)
+        dataclasses.replace(MB, beta_s_byte=8 / 1e6 / mbit).advice() for mbit in (10, 50, 100, 1000, 10_000)
     ]
     assert [one.codec for one in speeds] == ["chunk-top-k", "one-bit", "float4", "int8", None]
     assert max(one.every for one in speeds) < 30
     assert [one.outer_momentum for one in speeds] == [0.5, 0, 0, 0, 0]
     assert speeds[0].options == (
-        "--strategy local-sgd --set strategy.every=19 --set strategy.delay=4 --set strategy.outer_momentum=0.5 "
+        "--strategy local-sgd --set strategy.every=12 --set strategy.delay=3 --set strategy.outer_momentum=0.5 "
         "--codec chunk-top-k"
     )
 
@@ -55,9 +55,7 @@ def test_what_is_advised_costs_least_by_the_formula() -> None:
 
     def cost_s(way: Compression, every: int, delay: int) -> float:
         wait_s = max(0.0, slow.exchange_s(way) - delay * 0.1) / every
-        return float(
-            (0.1 + wait_s) * way.minibatches * (1 + (every / 40) ** 4) ** 0.125 * (1 + 0.6 * delay / every)
-        )
+        return (0.1 + wait_s) * way.needed(every, delay)
 
     assert advice.cost_s == pytest.approx(cost_s(FEW, advice.every, advice.delay))
     least = min(
@@ -81,8 +79,6 @@ def test_rounds_of_an_epoch_are_alike_and_no_longer_than_it() -> None:
         assert (
             epoch > rounds * advice.every - rounds
         )  # none is shorter than the others by more than a minibatch each
-    far = dataclasses.replace(MB, compute_s=1e-6).advice()
-    assert 400 < far.every <= 500
 
 
 def test_among_many_workers_not_all_parts_go_to_all() -> None:

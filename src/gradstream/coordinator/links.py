@@ -13,14 +13,14 @@ Workers that wait less than a quarter of c need no advice. Others are advised th
 accuracy, by what its minibatches cost, times how many of them it needs. For an exchange of x seconds every H
 minibatches, d of which are computed during it (`delay`), that is
 
-    (c + max(0, x - d·c)/H) · m · g(H) · (1 + 0.6 d/H)         g(H) = (1 + (H/40)⁴)^(1/8), m in `COMPRESSIONS`
+    (c + max(0, x - d·c)/H) · m · (1 + (H/h)⁴)^(p/4) · (1 + 0.6 d/H)         m, h and p in `COMPRESSIONS`
 
 where d is ⌈x/c⌉, at most H/4, or 0. The second and all further factors are rough. They are those of three networks over
-slow links (`docs/codecs.md`): one bit needed 1.10 to 1.23 times the minibatches of `float4`, `chunk-top-k` with outer
-momentum 1.15 to 1.5 times, a delay of a quarter 1.10 to 1.17 times, and H = 40 1.05 times those of H = 20. H = 80 took
-twice as many where that is more than a data epoch, and in `docs/strategies/local-study.md` hardly more. So g goes with
-√H at last: longer rounds are fewer, though each worker goes farther alone. Of ways that cost alike, up to 5 %, the
-one that loses least is taken, and the shortest H.
+slow links (`docs/codecs.md`). At H = 20 one bit needed 1.10 to 1.23 times the minibatches of `float4`, `chunk-top-k`
+with outer momentum 1.15 to 1.5 times, and a delay of a quarter 1.10 to 1.17 times. At H = 40 `float4` needed 1.05 times
+those of H = 20. What loses more needs rounds: with one bit H = 55 took 2.2 times as many as H = 20, with `chunk-top-k`
+2.6 times, and H = 28 1.3 times. So its minibatches go with H at last, and with √H where little is lost. Of ways that
+cost alike, up to 5 %, the one that loses least is taken, and the shortest H.
 
 H is no longer than a data epoch, with which rounds end, and at most 500; where the epoch would end with a short round,
 it is another one by so much that all rounds of an epoch are alike. The time of encoding is left out. Whether a model
@@ -42,8 +42,6 @@ PARTS = 4
 """Minibatches of a round for each that is delayed, at least."""
 LONGEST = 500
 """The longest period."""
-HARMS = 40
-"""The period from which on more minibatches are needed, twice as many at four times of it."""
 DELAYED = 0.6
 """How many more are needed for each part of a round that is delayed."""
 ALIKE = 1.05
@@ -64,23 +62,31 @@ class Compression:
 
     Args:
         codec: name of the codec; None for none.
-        minibatches: how many it needs to an accuracy, for each that the way that loses nothing needs.
+        minibatches: m, for each that a way needs which loses nothing.
+        knee, power: h and p, with which more are needed for longer periods.
         outer_momentum: of the strategy.
         make: makes the codec.
     """
 
     codec: str | None
     minibatches: float
+    knee: float
+    power: float
     outer_momentum: float = 0.0
     make: Callable[[], Codec] | None = None
 
+    def needed(self, every: int, delay: int) -> float:
+        """How many minibatches it needs to an accuracy, for each of allreduce."""
+        period = (1 + (every / self.knee) ** 4) ** (self.power / 4)
+        return float(self.minibatches * period * (1 + DELAYED * delay / every))
+
 
 COMPRESSIONS = (
-    Compression(None, 1.0),
-    Compression("int8", 1.0, make=named.int8),
-    Compression("float4", 1.0, make=named.float4),
-    Compression("one-bit", 1.15, make=named.one_bit),
-    Compression("chunk-top-k", 1.35, 0.5, named.chunk_top_k),
+    Compression(None, 1.0, 40, 0.5),
+    Compression("int8", 1.0, 40, 0.5, make=named.int8),
+    Compression("float4", 1.0, 40, 0.5, make=named.float4),
+    Compression("one-bit", 1.02, 20, 0.75, make=named.one_bit),
+    Compression("chunk-top-k", 1.13, 20, 1.0, 0.5, named.chunk_top_k),
 )
 """From what loses least to what loses most."""
 PERIODS = sorted({round(2 * 1.12**power) for power in range(50)} | {LONGEST})
@@ -182,8 +188,7 @@ class Links:
         for every in sorted(periods):
             for delay in sorted({0, min(hides, every // PARTS)}):
                 wait_s = max(0.0, exchange_s - delay * c) / every
-                needed = way.minibatches * (1 + (every / HARMS) ** 4) ** 0.125 * (1 + DELAYED * delay / every)
-                cost_s = (c + wait_s) * needed
+                cost_s = (c + wait_s) * way.needed(every, delay)
                 yield Advice(every, delay, way.codec, way.outer_momentum, exchange_s, wait_s, cost_s)
 
     @property
