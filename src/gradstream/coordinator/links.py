@@ -89,7 +89,7 @@ COMPRESSIONS = (
     Compression("chunk-top-k", 1.13, 20, 1.0, 0.5, named.chunk_top_k),
 )
 """From what loses least to what loses most."""
-PERIODS = sorted({round(2 * 1.12**power) for power in range(50)} | {LONGEST})
+PERIODS = sorted({round(2 * 1.12**power) for power in range(49)} | {LONGEST})
 
 
 @dataclass(frozen=True, slots=True)
