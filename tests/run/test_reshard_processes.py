@@ -176,7 +176,7 @@ def test_a_run_of_torchrun_changes_its_shards(tmp_path: Path) -> None:
     assert "shard-2, shard-3, shard-4 hold the parameters" in changed
     assert torchrun.returncode == 0, said
     steps = [int(one) for one in re.findall(r"steps (\d+)", said)]
-    assert len(steps) == 2
+    assert len(steps) == 2, said
     assert gs.Run.load(run_dir).parameters["weight"].tolist() == [[-sum(steps)] * 4]
 
 
