@@ -18,9 +18,10 @@ minibatches, d of which are computed during it (`delay`), that is
 where d is ⌈x/c⌉, at most H/4, or 0. The second and all further factors are rough. They are those of three networks over
 slow links (`docs/codecs.md`). At H = 20 one bit needed 1.10 to 1.23 times the minibatches of `float4`, `chunk-top-k`
 with outer momentum 1.15 to 1.5 times, and a delay of a quarter 1.10 to 1.17 times. At H = 40 `float4` needed 1.05 times
-those of H = 20. What loses more needs rounds: with one bit H = 55 took 2.2 times as many as H = 20, with `chunk-top-k`
-2.6 times, and H = 28 1.3 times. So its minibatches go with H at last, and with √H where little is lost. Of ways that
-cost alike, up to 5 %, the one that loses least is taken, and the shortest H.
+those of H = 20. What loses more needs rounds: one of the networks took 2.2 times as many with one bit at H = 55, and
+with `chunk-top-k` 1.4 times at H = 28 and 2.6 times at H = 55, the delay left out. So its minibatches go with H at
+last, and with √H where little is lost. Of ways that cost alike, up to 5 %, the one that loses least is taken, and the
+shortest H.
 
 H is no longer than a data epoch, with which rounds end, and at most 500; where the epoch would end with a short round,
 it is another one by so much that all rounds of an epoch are alike. The time of encoding is left out. Whether a model

@@ -50,7 +50,7 @@ class FirstLook:
 
         Raises:
             PeerLostError, DeadlineError, ClosedError: a worker was lost meanwhile.
-            UserCodeError, DataError: from the user's code.
+            UserCodeError, GradientError, DataError: from the user's code.
         """
         group = replica.group
         sum_s = (await group.tell(self._sum_s))[0][0]
