@@ -287,7 +287,9 @@ def test_a_strangers_method_that_is_no_text_ends_nothing(
         async with training("grpc") as trained:
             await trained.step()
             trained.shard.serve("held", echo, model=False)
-            held = await trained.endpoint.open("shard-0", "held", v1.Body())
+            # On a connection of its own, as the call by which the coordinator knows who lives: a server that ends may
+            # answer a step's call with INTERNAL, by which the worker leaves a connection with all its streams.
+            held = await trained.endpoint.open("shard-0", "held", v1.Body(), new_connection=True)
 
             async def goes_on() -> None:
                 await held.send(v1.Frame(body=v1.Body()))
@@ -301,9 +303,9 @@ def test_a_strangers_method_that_is_no_text_ends_nothing(
                     await trained.step()
                 await trained.step()
             listener = trained.shard._listener
-            while len(listener._ended) > 1:  # the first one has the worker's session
+            while len(listener._ended) > 2:  # the held call's session is on the first one, the steps' on any
                 await trained.step()
-            await goes_on()  # as the call does by which the coordinator knows who lives
+            await goes_on()
             for writer in strangers:
                 writer.close()
 
