@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -67,17 +68,23 @@ HOLD = """
 import subprocess, sys
 from gradstream.testing.machines import Machines
 with Machines(2, latency_s=0.01) as machines:
-    sleeper = machines[0].start(["sleep", "1000"], cwd=sys.argv[1])
+    words = [*sys.argv[2:], "sh", "-c", "echo; exec sleep 1000"]
+    sleeper = machines[0].start(words, cwd=sys.argv[1], stdout=subprocess.PIPE)
+    sleeper.stdout.readline()
     print(sleeper.pid, flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_machines_go_with_the_process_that_made_them(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "before", [[], ["nsenter", f"--net=/proc/{os.getpid()}/ns/net"]], ids=["inside", "outside"]
+)
+def test_machines_go_with_the_process_that_made_them(number: int, before: list[str], tmp_path: Path) -> None:
+    """A program that is outside of the namespace stands for one that has yet to enter it."""
     if reason := unavailable():
         pytest.skip(reason)
-    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    words = [sys.executable, "-c", HOLD, str(tmp_path), *before]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         sleeper = int(holder.stdout.readline())

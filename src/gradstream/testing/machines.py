@@ -38,8 +38,17 @@ DROP_DIAL = (  # IPv4 (2048), TCP (6), and of SYN (2) and ACK (16) the first alo
     "10,40 0 0 12,21 0 7 2048,48 0 0 23,21 0 5 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 1 2,6 0 0 2,6 0 0 0"
 )
 
-WARDEN = """
+MARK = "GRADSTREAM_MACHINE"
+"""Variable of each program on a machine: so the warden finds it before it has entered its namespace, too."""
+
+WARDEN = f"""
 cat > /dev/null  # until the process that holds the other end of the pipe is gone
+for _ in $(seq 100); do
+    pids=$(grep -lsz "^{MARK}=$0" /proc/[0-9]*/environ | cut -d / -f 3)
+    [ "$pids" ] || break
+    kill -9 $pids
+    sleep 0.05
+done
 for space in $(ip netns list | cut -d ' ' -f 1 | grep "^$0"); do
     for pid in $(ip netns pids $space); do kill -9 $pid; done
     ip netns del $space
@@ -115,7 +124,7 @@ class Machine:
         return subprocess.Popen(
             command,
             cwd=cwd,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **(env or {}), MARK: self._namespace},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
