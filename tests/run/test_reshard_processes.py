@@ -145,7 +145,7 @@ while not Path("resharded").exists():
     optimizer.step()
     optimizer.zero_grad()
     steps += 1
-print("steps", steps, flush=True)
+print(f"steps {steps}\\n", end="", flush=True)  # one write: those of two processes would mix
 """
 
 

@@ -64,7 +64,7 @@ session.close()
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK".split()
 told = [os.environ.get(name, "-") for name in names]
 Path(f"told-{session.rank}").write_text(" ".join(told + [str(everybody.tolist())]))
-print("rank", session.rank, "is done")
+print(f"rank {session.rank} is done\\n", end="")  # one write: those of two processes would mix
 dist.destroy_process_group()
 """
 
