@@ -121,7 +121,7 @@ OURS = {
     "allreduce, float4": Ours("compressed", "allreduce", "float4", PERIOD),
     "allreduce, powersgd": Ours("compressed", "allreduce", "powersgd", PERIOD),
     "allreduce": Ours("joined", "allreduce", "", PERIOD),
-    "auto": Ours("local", "auto"),
+    "auto": Ours("local", "auto", "", PERIOD),
 }
 PEERS = {
     "torch DDP": Peer("joined", "ddp"),

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def run_of(mbit_s: float, **options: Any) -> gs.Run:
         ),
         **options,
     }
-    data = gs.from_arrays(images, (images.sum((1, 2, 3)) % 10).astype("int64"))
+    targets = (images.sum((1, 2, 3)) % 10).astype("int64")
+    test = given.pop("test_samples", 0)
+    held_back = {"test_inputs": images[:test], "test_targets": targets[:test]} if test else {}
+    data = gs.from_arrays(images, targets, **held_back)
     return gs.simulate(given.pop("model", None) or gs.from_torch(mlp, F.cross_entropy), data, **given)
 
 
@@ -188,6 +192,16 @@ def test_on_quick_links_allreduce_goes_on() -> None:
     assert [strategy for strategy, _ in chosen(run)] == ["allreduce", "allreduce"]
     assert chosen(run)[1][1].endswith(" Mbit/s: allreduce after each is quick enough")
     assert same(run, run_of(10_000, strategy="allreduce"))
+
+
+@pytest.mark.parametrize(("mbit_s", "every"), [(10_000, 12), (100, 12), (1, 50), (1, 3)])
+def test_evaluations_come_after_as_many_minibatches_as_asked(mbit_s: float, every: int) -> None:
+    """To the nearest round, and after each where a round is longer."""
+    run = run_of(mbit_s, evaluate_every=every, test_samples=64, epochs=8)
+    period = int(found[1]) if (found := re.search(r"every (\d+) minibatches", chosen(run)[-1][1])) else 1
+    in_last_phase = [event for event in run.evaluations if event["samples"] > 2 * SAMPLES]
+    steps = [event["step"] for event in in_last_phase]
+    assert {later - sooner for sooner, later in pairwise(steps[:-1])} == {max(1, round(every / period))}
 
 
 def test_links_are_measured_again_at_each_boundary() -> None:

@@ -107,7 +107,7 @@ class Job:
             and learning rate of its own: see `gradstream.job.phases.Phase`.
         evaluate_every: steps (synchronous: rounds) between two evaluations on held-out samples, or "epoch".
             The worker of the lowest rank evaluates, while the others go on or wait for it; there is one more
-            evaluation at the end.
+            evaluation at the end. Strategy "auto" counts minibatches, and takes the nearest number of rounds.
         noise_scale: whether to measure the gradient noise scale tr Σ/|G|², in one of 16 rounds: about as many samples
             a step pay. For `synchronous` and `allreduce`; see `docs/large-batch.md`. It changes no result.
         metrics: functions from (outputs, targets) of a batch to a number, the mean over its samples, by name.
@@ -136,8 +136,9 @@ class Job:
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
             (`wire.chunks.shared_chunk_elems`). It changes no result, but where fragments of `streaming-diloco` end.
-        checkpoint_every: steps between two checkpoints, "epoch", or a time such as "10min"; None makes one
-            only when the run is stopped. At the end of a run there is its result and no checkpoint.
+        checkpoint_every: steps between two checkpoints (strategy "auto": as for `evaluate_every`), "epoch", or a time
+            such as "10min"; None makes one only when the run is stopped. At the end of a run there is its result and
+            no checkpoint.
         keep_last: number of newest checkpoints that are kept.
         keep_best: whether the checkpoint with the best evaluation is kept too, where the run is evaluated.
         device: device of a `from_torch` model: "cpu", "cuda" (worker r takes GPU r modulo the number of GPUs

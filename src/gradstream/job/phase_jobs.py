@@ -163,7 +163,15 @@ def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
     chosen = Chosen.of_json(begin.chosen)
     local = LocalSGD(every=chosen.every, delay=chosen.delay, outer_momentum=chosen.outer_momentum)
     strategy = AllReduce() if chosen.every == 1 else local
-    return {"strategy": strategy, "strategy_options": {}, "codec": chosen.codec}
+    periods = {
+        name: _in_rounds(getattr(job, name), chosen.every) for name in ("evaluate_every", "checkpoint_every")
+    }
+    return {"strategy": strategy, "strategy_options": {}, "codec": chosen.codec, **periods}
+
+
+def _in_rounds(period: int | str | None, minibatches: int) -> int | str | None:
+    """A number of minibatches as the nearest number of rounds; "epoch", a time, and None as they are."""
+    return max(1, round(period / minibatches)) if isinstance(period, int) else period
 
 
 def _check_whole_epochs(before: Sequence[Phase], where: str) -> None:
