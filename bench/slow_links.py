@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument(
         "--times", type=float, default=6.0, help="the best time of gradstream: then a row is cut"
     )
-    parser.add_argument("--only", default="", help="rows whose names begin so")
+    parser.add_argument("--only", default="", help="the row of that name, or rows whose names begin so")
     parser.add_argument("--ours", action="store_true", help="without peers")
     parser.add_argument("--peers", default=sys.executable, metavar="PYTHON", help="interpreter of the peers")
     parser.add_argument("--anew", action="store_true")
@@ -170,7 +170,8 @@ def main() -> None:
         record = json.loads(out.read_text())
     record["question"] = (__doc__ or "").splitlines()[0]
     link = f"{given.rate}, {given.latency_ms:g} ms"
-    names = [name for name in [*OURS, *(() if given.ours else PEERS)] if name.startswith(given.only)]
+    every = [*OURS, *(() if given.ours else PEERS)]
+    names = [given.only] if given.only in every else [name for name in every if name.startswith(given.only)]
     tasks = [given.task] if given.task else list(TASKS)
     order = [
         (seed, task, name)

@@ -547,7 +547,9 @@ def slow_links() -> Places:
     rows = recorded("slow-links")["rows"]
     by_link = {link: _times_to(rows, link) for link in (FAST_LINK, *SLOW_LINKS.values())}
     places = {place: _all_times(by_link[link]) for place, link in SLOW_LINKS.items()}
-    return {**places, "slow-links-best": _best_times(by_link)}
+    beside = recorded("slow-links-auto")["rows"]
+    auto = {link: _times_to(beside, link) for link in SLOW_LINKS.values()}
+    return {**places, "slow-links-best": _best_times(by_link), "slow-links-auto": _auto_times(auto)}
 
 
 def _times_to(rows: Mapping[str, Record], link: str) -> TimesTo:
@@ -576,17 +578,33 @@ def _best_times(by_link: Mapping[str, TimesTo]) -> str:
     tasks = dict.fromkeys(task for task, _ in by_link[SLOW_LINKS["slow-links"]])
     lines = [["without a limit: gradstream", *(_seconds(_best(by_link[FAST_LINK], task)) for task in tasks)]]
     for link in SLOW_LINKS.values():
-        title = link.replace("mbit", " Mbit/s").replace(", 0 ms", "")
         free = {task: _best(by_link[FAST_LINK], task) for task in tasks}
         ours = {task: _best(by_link[link], task) for task in tasks}
         theirs = {task: _best(by_link[link], task, others=True) for task in tasks}
         lines += [
-            [f"{title}: gradstream", *(_seconds(ours[task]) for task in tasks)],
+            [f"{_title(link)}: gradstream", *(_seconds(ours[task]) for task in tasks)],
             ["… over that without a limit", *(_ratio(ours[task], free[task], 2) for task in tasks)],
             ["… best of the others", *(_seconds(theirs[task]) for task in tasks)],
             ["… over gradstream", *(_ratio(theirs[task], ours[task], 1) for task in tasks)],
         ]
     return table(["", *(f"`{task}`" for task in tasks)], lines)
+
+
+def _auto_times(by_link: Mapping[str, TimesTo]) -> str:
+    """Strategy "auto" beside a row that was chosen by hand, and made in the same hour."""
+    tasks, lines = dict.fromkeys(task for found in by_link.values() for task, _ in found), []
+    for link, found in by_link.items():
+        auto = {task: rows for (task, name), rows in found.items() if name == "auto"}
+        hand = {task: rows for (task, name), rows in found.items() if name != "auto"}
+        ratios = (f"{_median_s(auto[task]) / _median_s(hand[task]):.2f}" for task in tasks)
+        lines += [
+            [f"{_title(link)}: auto", *(_time_to(auto[task], seeds=False) for task in tasks)],
+            ["… by hand", *(_time_to(hand[task], seeds=False) for task in tasks)],
+            ["… auto over that", *ratios],
+        ]
+    one = next(iter(found.values()))
+    state = f"Seconds (MB sent by all machines), medians of {len(one)} seeds, {where(one[0])}."
+    return f"{table(['', *(f'`{task}`' for task in tasks)], lines)}\n\n{state}"
 
 
 def _best(found: TimesTo, task: str, *, others: bool = False) -> tuple[float, bool] | None:
@@ -600,6 +618,10 @@ def _best(found: TimesTo, task: str, *, others: bool = False) -> tuple[float, bo
     reached = [seconds for seconds in map(_median_s, rows) if not math.isinf(seconds)]
     cut = [max(row["limit_s"] for row in one) for one in rows]
     return (min(reached), True) if reached else (min(cut), False) if cut else None
+
+
+def _title(link: str) -> str:
+    return link.replace("mbit", " Mbit/s").replace(", 0 ms", "")
 
 
 def _seconds(best: tuple[float, bool] | None) -> str:
@@ -616,15 +638,15 @@ def _median_s(rows: list[Record]) -> float:
     return statistics.median(row["reached_s"] or math.inf for row in rows)
 
 
-def _time_to(rows: list[Record]) -> str:
-    """The median of some runs."""
+def _time_to(rows: list[Record], *, seeds: bool = True) -> str:
+    """The median of some runs, with their number if it is to be said."""
     if not rows:
         return ""
     sent = f"{statistics.median(row['sent_bytes'] for row in rows) / 1e6:,.0f}"
-    seeds = f"; {len(rows)}" if len(rows) > 1 else ""
+    number = f"; {len(rows)}" if seeds and len(rows) > 1 else ""
     median_s = _median_s(rows)
     time = f"> {max(row['limit_s'] for row in rows):.0f}" if math.isinf(median_s) else f"{median_s:.0f}"
-    return f"{time} ({sent}{seeds})"
+    return f"{time} ({sent}{number})"
 
 
 # ---- large batches -------------------------------------------------------------------------------
