@@ -287,6 +287,8 @@ def test_what_is_not_measured_is_not_changed() -> None:
         ({"codec": "int8"}, "which chooses it; leave codec out"),
         ({"batch_size": 64}, r"measures for 20 steps, which is 5,120 samples, and a data epoch has 2,560"),
         ({"accumulate": 2, "batch_size": 4}, r"accumulate=2 with strategy='auto'"),
+        ({"servers": 2}, "servers=2 with strategy='auto', whose workers exchange with one another"),
+        ({"batch_size": 10.0}, "batch_size must be a whole number, got 10.0"),
         ({"phases": [gs.Phase(epochs=1)], "epochs": None}, "leave it out here"),
         (
             {"strategy": "allreduce", "epochs": None, "phases": [gs.Phase(epochs=1, strategy="auto")]},

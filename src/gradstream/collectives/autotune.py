@@ -37,6 +37,8 @@ TIMES = 8  # even: see `_typical`
 FAR_S = 5e-3
 """Messages that take so long are measured once: next to their way, what a processor does meanwhile is nothing."""
 FAR_TIMES = 2
+FAR_LENGTH = 3.0
+"""So many times as long as a short message takes one whose bytes say something: a round trip more is two times."""
 
 _FIGURES = struct.Struct("<4d")
 _SECONDS = struct.Struct("<d")
@@ -121,8 +123,8 @@ async def measure(
     """Measures messages of two sizes round a ring, short messages to all ranks at once, and a sum.
 
     Every rank gets the same figures: the highest of all ranks, since all wait for the slowest. This takes some tens of
-    short messages, and six long ones. Where messages take long it is four short ones, and four of 64 KiB
-    or `long_elems`.
+    short messages, and six long ones. Where messages take long it is four short ones, and four of 64 KiB, then of 256
+    KiB and 1 MiB until one takes `FAR_LENGTH` times as long as a short one; or four of `long_elems`.
 
     Args:
         communicator: its ranks have met. Messages take the way that operations take.
@@ -138,17 +140,18 @@ async def measure(
     to_all = _to_all(communicator.rank, communicator.size)
     await _exchanges(communicator, to_all, 2)  # the first message takes longer
     alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), FAR_TIMES)
-    far = max(await _all_gather_s(communicator, alpha_s)) > FAR_S
-    if not far:
+    longest_s = max(await _all_gather_s(communicator, alpha_s))
+    if longest_s > FAR_S:
+        alpha_s, (elems, long_s) = (
+            longest_s,
+            await _far(communicator, around, longest_s, long_elems, piece_elems),
+        )
+        overhead_s = alpha_s
+    else:
         alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), TIMES)
-    overhead_s = alpha_s if far else await _exchange_s(communicator, to_all, TIMES)
-    elems, times = (long_elems or FIRST_ELEMS, FAR_TIMES if far else 6)
-    if far:
-        # In the beginning TCP sends but 14 KB at once.
-        await _exchanges(communicator, around(elems), FAR_TIMES)
-    elif not long_elems:
-        elems, times = await _affordable(communicator, around)
-    long_s = await _exchange_s(communicator, around(elems), times, piece_elems)
+        overhead_s = await _exchange_s(communicator, to_all, TIMES)
+        elems, times = (long_elems, 6) if long_elems else await _affordable(communicator, around)
+        long_s = await _exchange_s(communicator, around(elems), times, piece_elems)
     own = (
         alpha_s,
         max(0.0, long_s - alpha_s) / (4 * elems),
@@ -164,6 +167,29 @@ async def _affordable(communicator: Communicator, around: Callable[[int], Schedu
     first_s = max(await _all_gather_s(communicator, await _exchange_s(communicator, around(FIRST_ELEMS), 2)))
     elems = min(LONG_ELEMS, max(FIRST_ELEMS, int(FIRST_ELEMS * PATIENCE_S / max(first_s, 1e-9))))
     return elems, 6 if elems == LONG_ELEMS else 4
+
+
+async def _far(
+    communicator: Communicator,
+    around: Callable[[int], Schedule],
+    alpha_s: float,
+    long_elems: int | None,
+    piece_elems: int | None,
+) -> tuple[int, float]:
+    """(elements, seconds) of a message that takes `FAR_LENGTH` times as long as a short one, or of a megabyte.
+
+    Each size is sent twice before it is measured: in the beginning TCP sends but 14 KB at once, and waits a round trip
+    for leave to send twice as much. The seconds are the most of all ranks, as `alpha_s` are: a rank whose neighbours
+    are near has its message late where another one's is.
+    """
+    elems = long_elems or FIRST_ELEMS
+    while True:
+        await _exchanges(communicator, around(elems), FAR_TIMES)
+        own_s = await _exchange_s(communicator, around(elems), FAR_TIMES, piece_elems)
+        long_s = max(await _all_gather_s(communicator, own_s))
+        if long_elems or elems >= LONG_ELEMS or long_s >= FAR_LENGTH * alpha_s:
+            return elems, long_s
+        elems *= 4
 
 
 def _around(rank: int, size: int) -> Callable[[int], Schedule]:

@@ -133,7 +133,7 @@ class Rendezvous:
             message = (
                 f"{self._me} is in the group of epoch {self._members.epoch}, not in that of {request.epoch}"
             )
-            raise RefusedError(self._me, "NOT_MEMBER", message)
+            raise RefusedError(self._me, "STALE_EPOCH", message)  # which is counted against nobody
         if request.members != self._digest or not request.rank < self._rank:
             raise RefusedError(
                 self._me,

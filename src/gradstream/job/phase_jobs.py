@@ -24,7 +24,7 @@ AUTO = "auto"
 MEASURED_STEPS = 20
 """Minibatches of each worker in the phase that measures."""
 MEASURES = Phase(steps=MEASURED_STEPS, name="measures", strategy="allreduce")
-"""The phase before that of strategy "auto", where the job has no phases. Slow links end it after two steps."""
+"""The phase before that of strategy "auto", where the job has no phases. Slow links end it after a few steps."""
 NO_STEPS = "a step of local SGD is a round of many minibatches, so nobody knows how much that is; give epochs"
 
 _OWN = (
@@ -119,8 +119,13 @@ def measured_first(job: Job) -> Job:
         )
     if job.steps is not None:
         raise ConfigError(f"steps={job.steps} with strategy={AUTO!r}: {NO_STEPS}")
-    sizes = [job.batch_size] * job.workers if isinstance(job.batch_size, int) else job.batch_size
-    measured, samples = MEASURED_STEPS * job.accumulate * sum(sizes), job.data.num_samples
+    if job.servers is not None:
+        raise ConfigError(
+            f"servers={job.servers} with strategy={AUTO!r}, whose workers exchange with one another; leave servers out"
+        )
+    several = job.batch_size if isinstance(job.batch_size, list | tuple) else [job.batch_size] * job.workers
+    sizes = [size for size in several if isinstance(size, int)]  # others are refused with the phases
+    measured, samples = MEASURED_STEPS * sum(sizes), job.data.num_samples
     if samples is not None and samples <= measured:
         raise ConfigError(
             f"strategy={AUTO!r} measures for {MEASURED_STEPS} steps, which is {measured:,} samples, and a data epoch "

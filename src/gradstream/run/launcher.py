@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 """Seconds between two reads of the events file. Messages of nodes are handled at once."""
+STATUS_S = 1.0
+"""Seconds for the status of a process of which the coordinator has said that it is lost."""
 BOOT_S = 60.0
 """Seconds for a process to load torch and the job file, before its deadline to join begins."""
 
@@ -386,10 +388,18 @@ class Launcher:
         if not self._has_finished:
             if is_script(self._job):
                 self._let_leave()  # the user's script may have something to save
-            raise self._error()
+            error = self._error()
+            self._await_end(getattr(error, "peer", ""))
+            raise error
         if "failed" in self._events.last:  # finished, but without data of a lost worker
             self._let_leave()
             raise self._error()
+
+    def _await_end(self, name: str) -> None:
+        """Waits a moment for the status of a lost node's process: the coordinator may have told of its end sooner."""
+        waited = 0
+        while name in self._cluster.running and waited * POLL_S < STATUS_S:
+            waited += self._handle_message() is None
 
     def _let_leave(self) -> None:
         """Waits until the other nodes have ended, up to `lease_s`; for scripts as long as they take."""

@@ -38,7 +38,7 @@ DROP_DIAL = (  # IPv4 (2048), TCP (6), and of SYN (2) and ACK (16) the first alo
     "10,40 0 0 12,21 0 7 2048,48 0 0 23,21 0 5 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 1 2,6 0 0 2,6 0 0 0"
 )
 
-MARK = "GRADSTREAM_MACHINE"
+MARK = "MACHINE_NAMESPACE"
 """Variable of each program on a machine: so the warden finds it before it has entered its namespace, too."""
 
 WARDEN = f"""
