@@ -11,6 +11,8 @@ if it was cut with the first one. Takes root, `ip`, `tc` and GRADSTREAM_DATA.
     python bench/slow_links.py --rate 10mbit --latency-ms 50
     python bench/slow_links.py --rate 10gbit --ours             # gradstream without a limit, to compare with
     python bench/slow_links.py --task small --only local-sgd --seeds 1 --out ""
+    python bench/slow_links.py --ours --only auto --out bench/results/slow-links-auto.json
+    python bench/slow_links.py --ours --task small --only "local-sgd, one-bit" --out bench/results/slow-links-auto.json
 
 hivemind and torchft want packages that gradstream does not: `--peers PYTHON` names an interpreter that has both, and
 what gradstream requires. Rows that are in the record are kept, unless `--anew`.

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,23 @@ def test_figures_are_those_of_the_network() -> None:
     assert event.kind == "messages"
     assert list(event.choices.values())[-2:] == ["direct", "ring"]  # 2α, until that is next to nothing
     assert event.alpha_s == outcomes[0].alpha_s
+
+
+@pytest.mark.parametrize("far", [[3], [0, 1, 2, 3]])
+def test_bytes_are_measured_though_a_rank_is_far_away(far: list[int]) -> None:
+    """Its neighbours have each message late, which says nothing of bytes. On this network a megabyte takes 8 ms."""
+    names, away_s = [f"worker-{rank}" for rank in range(4)], 0.05
+    distant = {names[rank] for rank in far}
+    links = {pair: Link(latency_s=away_s) for pair in permutations(names, 2) if distant & {*pair}}
+    network = Network(bandwidth_bytes_s=1.25e8, link=Link(latency_s=1e-4), links=links, header_bytes=0)
+
+    async def work(group: Group) -> MeasuredCosts:
+        assert isinstance(group, MessageGroup) and group.choice is not None
+        return group.choice.figures
+
+    found = VirtualRanks(4, config=SimulationConfig(network=network)).run(work, how="auto")[0]
+    assert found.alpha_s == pytest.approx(away_s, rel=0.01)
+    assert found.beta_s_byte == pytest.approx(8e-9, rel=0.1)
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaabbb", "aabbccdd", "aaaabbbbccccdddd" * 2])

@@ -17,10 +17,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
+from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.coordinator.link_choice import Chosen, LinkChoice
 from gradstream.coordinator.links import Links
 from gradstream.errors import ConfigError, Interrupted
+from gradstream.job.phase_jobs import job_of_phase, measured_first
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.machines import Machines, unavailable
@@ -202,6 +204,17 @@ def test_evaluations_come_after_as_many_minibatches_as_asked(mbit_s: float, ever
     in_last_phase = [event for event in run.evaluations if event["samples"] > 2 * SAMPLES]
     steps = [event["step"] for event in in_last_phase]
     assert {later - sooner for sooner, later in pairwise(steps[:-1])} == {max(1, round(every / period))}
+
+
+@pytest.mark.parametrize(("period", "rounds"), [(20, 2), (3, 1), (None, None), ("epoch", "epoch")])
+def test_checkpoints_and_evaluations_are_asked_for_in_minibatches(period: Any, rounds: Any) -> None:
+    options: dict[str, Any] = {"evaluate_every": period, "checkpoint_every": period}
+    data = gs.from_arrays(np.zeros((1000, 4), "f4"), np.zeros(1000, "i8"))
+    model = gs.from_torch(lambda: nn.Linear(4, 2), F.cross_entropy)
+    job = measured_first(gs.Job(model, data, strategy="auto", batch_size=4, epochs=1, **options))
+    for number, choice, expected in ((0, Chosen(), period), (1, Chosen(every=9), rounds)):
+        made = job_of_phase(job, JobPhase(number, chosen=choice.as_json()))
+        assert (made.evaluate_every, made.checkpoint_every) == (expected, expected)
 
 
 def test_links_are_measured_again_at_each_boundary() -> None:

@@ -35,10 +35,10 @@ LONG_ELEMS = 1 << 18  # 1 MiB, or as many as take `PATIENCE_S`
 PATIENCE_S = 0.02
 TIMES = 8  # even: see `_typical`
 FAR_S = 5e-3
-"""Messages that take so long are measured once: next to their way, what a processor does meanwhile is nothing."""
+"""Messages that take so long are measured less often: next to their way, what a processor does is nothing."""
 FAR_TIMES = 2
 FAR_LENGTH = 3.0
-"""So many times as long as a short message takes one whose bytes say something: a round trip more is two times."""
+"""A message that takes less than this many times as long as a short one may have waited a round trip for TCP alone."""
 
 _FIGURES = struct.Struct("<4d")
 _SECONDS = struct.Struct("<d")
@@ -142,11 +142,8 @@ async def measure(
     alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), FAR_TIMES)
     longest_s = max(await _all_gather_s(communicator, alpha_s))
     if longest_s > FAR_S:
-        alpha_s, (elems, long_s) = (
-            longest_s,
-            await _far(communicator, around, longest_s, long_elems, piece_elems),
-        )
-        overhead_s = alpha_s
+        elems, long_s = await _far(communicator, around, longest_s, long_elems, piece_elems)
+        alpha_s = overhead_s = longest_s
     else:
         alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), TIMES)
         overhead_s = await _exchange_s(communicator, to_all, TIMES)

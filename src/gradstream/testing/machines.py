@@ -39,7 +39,10 @@ DROP_DIAL = (  # IPv4 (2048), TCP (6), and of SYN (2) and ACK (16) the first alo
 )
 
 MARK = "MACHINE_NAMESPACE"
-"""Variable of each program on a machine: so the warden finds it before it has entered its namespace, too."""
+"""Variable of each program on a machine: so the warden finds it before it has entered its namespace, too.
+
+It does not begin with GRADSTREAM_: those are options of the command.
+"""
 
 WARDEN = f"""
 cat > /dev/null  # until the process that holds the other end of the pipe is gone
