@@ -42,12 +42,12 @@ from gradstream.run.local.environment import node_environment
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime
-from gradstream.server.aggregation import EveryPush
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.server.update import Update
+from gradstream.strategies.ssp import Clocked
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
@@ -122,7 +122,7 @@ def receive_all(connection: socket.socket, into: np.ndarray[Any, Any]) -> None:
 async def serve(elems: int, chunk_elems: int, carrier: Any) -> None:
     runtime = RealRuntime("shard-0", memory=make_memory(carrier, LISTEN))
     endpoint = make_endpoint(Identity("bench", "shard-0", 1, secret=SECRET), runtime, carrier)
-    service = ShardService(runtime, endpoint, ShardConfig(0, 1, EveryPush(), SGD(lr=0.1)))
+    service = ShardService(runtime, endpoint, ShardConfig(0, 1, Clocked(), SGD(lr=0.1)))
     service.register(
         v1.ModelSpec(fingerprint=FINGERPRINT, elems=elems, dtype=v1.FLOAT32, chunk_elems=chunk_elems)
     )

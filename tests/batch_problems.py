@@ -163,7 +163,7 @@ class OneProcess:
             case kind.DOT:
                 self.dots[-1] += 1
                 return [float(vectors[one.x] @ vectors[one.y])]
-            case kind.CREATE:
+            case kind.ZERO:
                 vectors[one.out][:] = 0.0
             case kind.COPY:
                 vectors[one.out][:] = vectors[one.x]

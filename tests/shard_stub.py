@@ -41,11 +41,14 @@ class Stub:
 Script = Callable[[Stub], Coroutine[Any, Any, None]]
 
 
-def with_shard(script: Script) -> None:
+def with_shard(script: Script, **options: Any) -> None:
+    """Runs a script against a shard with other options than these."""
+
     async def main() -> None:
         runtime = RealRuntime("shard-0")
         endpoint = GrpcEndpoint(Identity("job", "shard-0", 1, epoch=3, secret=SECRET), runtime)
-        config = ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), silence_s=0.2)
+        usual: dict[str, Any] = {"rule": EveryPush(), "optimizer": SGD(lr=1.0), "silence_s": 0.2}
+        config = ShardConfig(0, 1, **(usual | options))
         service = ShardService(runtime, endpoint, config)
         service.register(v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64))
         await endpoint.start()

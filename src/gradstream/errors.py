@@ -142,7 +142,16 @@ class GradientError(UserCodeError, ValueError):
 
 
 class NonFiniteError(GradientError):
-    """A gradient, a loss or an update has a NaN or an infinity. Nothing of it is in the model that the run keeps."""
+    """A gradient, a loss or an update has a NaN or an infinity. Nothing of it is in the model that the run keeps.
+
+    Args:
+        message, traceback_text: see `UserCodeError`.
+        culprit: node whose message has made it so, where a shard has found it in its own parameters; "" for none.
+    """
+
+    def __init__(self, message: str, traceback_text: str = "", culprit: str = "") -> None:
+        super().__init__(message, traceback_text)
+        self.culprit = culprit
 
 
 class DataError(UserCodeError, ValueError):

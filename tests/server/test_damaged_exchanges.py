@@ -19,12 +19,12 @@ from gradstream.optim import SGD
 from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.runtime import RealRuntime
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.server.aggregation import EveryPush
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.server.update import Update
+from gradstream.strategies.ssp import Clocked
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import echo
 from gradstream.transport.base import Identity
@@ -168,7 +168,7 @@ async def training(
     worker.leaves_machine = lambda own, peer: afar and not near_worker
     for one in (shard, worker):
         one.on_damage = lambda peer, size_bytes: damages.append(size_bytes)
-    service = ShardService(runtimes[0], shard, ShardConfig(0, 1, EveryPush(), SGD(lr=1.0)))
+    service = ShardService(runtimes[0], shard, ShardConfig(0, 1, Clocked(), SGD(lr=1.0)))
     service.register(
         v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS)
     )
@@ -373,9 +373,9 @@ def test_a_retry_leaves_a_connection_that_has_fallen_silent(carrier: str) -> Non
                 await trained.step()
                 assert wire.connections > before
             assert trained.client.traffic.retries >= 2  # more on a machine that stands still meanwhile
-            await trained.client.command(v1.Command(kind=v1.Command.STATUS))
+            await trained.client.pause()
             wire.deaf |= set(range(wire.connections + 1))
-            await trained.client.command(v1.Command(kind=v1.Command.STATUS))  # over a connection of its own
+            await trained.client.pause()  # over a connection of its own
             assert trained.client.traffic.retries >= 3
 
     run(main())

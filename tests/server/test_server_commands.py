@@ -1,11 +1,13 @@
-"""Commands on a shard's vectors: each runs once on each chunk, in turn with fetches and updates."""
+"""Steps of a procedure on a shard's vectors: each runs once on each chunk, in turn with fetches and updates."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,7 @@ class There:
         self.reader = reader
         self.ones = ones
         self.num_by_reference = 0
+        self.num_steps = 0
 
     @property
     def parameters(self) -> torch.Tensor:
@@ -70,12 +73,30 @@ class There:
         return found
 
     async def command(self, kind: v1.Command.Kind, out: str = "", x: str = "", alpha: float = 0.0) -> float:
-        result = await self.client.command(v1.Command(kind=kind, out=out, x=x, y=x, alpha=alpha))
-        return result.scalar
+        """Has one command carried out as a step. Returns its dot product."""
+        self.num_steps += 1
+        step, command = (
+            v1.Procedure(number=self.num_steps),
+            v1.Command(kind=kind, out=out, x=x, y=x, alpha=alpha),
+        )
+        return sum((await self.client.step(step, [command])).scalars)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside(SGD):
+    """SGD on shards that have two more vectors, which no update changes."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("ones", "v")
+
+    def apply(self, *args: Any, **options: Any) -> None:
+        parameters, gradient, _ = args
+        SGD.apply(self, parameters, gradient, {}, **options)
 
 
 @asynccontextmanager
-async def there(rule: AggregationRule, optimizer: SGD = SGD(lr=1.0)) -> AsyncIterator[There]:  # noqa: B008
+async def there(rule: AggregationRule, optimizer: SGD = Beside(lr=1.0)) -> AsyncIterator[There]:
     names = ("shard-0", "worker-0", "worker-1")
     ends = {
         name: ShmEndpoint(
@@ -84,7 +105,7 @@ async def there(rule: AggregationRule, optimizer: SGD = SGD(lr=1.0)) -> AsyncIte
         for at, name in enumerate(names, 1)
     }
     shard, worker, reader = ends.values()
-    service = ShardService(shard.runtime, shard, ShardConfig(0, 1, rule, optimizer))
+    service = ShardService(shard.runtime, shard, ShardConfig(0, 1, rule, optimizer, in_passes=True))
     service.register(v1.ModelSpec(fingerprint=1, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS))
     for end in ends.values():
         await end.start()
@@ -115,7 +136,6 @@ def test_hundreds_of_commands_during_fetches() -> None:
 
 async def _hundreds() -> None:
     async with there(EveryPush()) as here:
-        await here.command(KIND.CREATE, "ones")
         await here.command(KIND.COPY, "ones", x="")
         stopped, reads = asyncio.Event(), list[Sequence[tuple[int, float]]]()
 
@@ -158,7 +178,6 @@ def test_commands_and_pushes_take_turns() -> None:
 
     async def both() -> None:
         async with there(EveryPush()) as here:
-            await here.command(KIND.CREATE, "ones")
             await here.command(KIND.COPY, "ones", x="")
 
             async def push() -> None:
@@ -185,7 +204,7 @@ def test_an_overflow_after_a_command_is_found() -> None:
     """A command changes the parameters beyond the bounds that the shard knows of them."""
 
     async def run() -> None:
-        async with there(EveryPush(), SGD(lr=1.0, weight_decay=3.0)) as here:
+        async with there(EveryPush(), Beside(lr=1.0, weight_decay=3.0)) as here:
             update = Update(here.ones, samples=1, lr=1.0, base_version=[0, 0])
             await here.client.push_soon(update)
             await here.client.flush()
@@ -209,18 +228,17 @@ def test_where_versions_are_rounds_a_command_makes_none() -> None:
 
 
 def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
-    """CREATE of an existing vector waits for its turn, too."""
+    """ZERO waits for its turn, too."""
 
     async def run() -> None:
         async with there(EveryPush()) as here:
-            await here.command(KIND.CREATE, "v")
             for _ in range(3):
                 await here.command(KIND.COPY, "v", x="")
                 stream = await here.reader.open("shard-0", "fetch", v1.Fetch(vector="v"))
                 await stream.end()
                 received = await stream.recv(20)
                 assert received is not None and received.payload is not None
-                zeroing = asyncio.ensure_future(here.command(KIND.CREATE, "v"))
+                zeroing = asyncio.ensure_future(here.command(KIND.ZERO, "v"))
                 for _ in range(10):
                     await asyncio.sleep(0)
                     assert bool((received.payload == 1).all())

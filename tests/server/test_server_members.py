@@ -25,6 +25,7 @@ from gradstream.server.shard.instructions import Acknowledge, Instruction, Parke
 from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.state import ShardState
 from gradstream.strategies.dc_asgd import Compensation
+from gradstream.strategies.ssp import Clocked
 from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.transport.base import Handler, Identity, Received
@@ -34,6 +35,12 @@ from gradstream.wire.chunks import ChunkMap
 
 MANY = 10_000
 CHUNK = 64
+
+
+class InPairs(EveryN):
+    """Two pushes make an update, and workers have clocks."""
+
+    clocked = True
 
 
 def contribution(incarnation: int, sequence: int = 1, sender: str = "worker-0", **fields: Any) -> PushHeader:
@@ -178,7 +185,7 @@ class Served:
     def __init__(self, rule: Any = None) -> None:
         self.runtime, self.endpoint = RealRuntime("shard-0"), Callee()
         callee: Any = self.endpoint
-        config = ShardConfig(0, 1, rule or EveryPush(), SGD(lr=1.0))
+        config = ShardConfig(0, 1, rule or Clocked(), SGD(lr=1.0))
         self.service = ShardService(self.runtime, callee, config)
         self.service.register(v1.ModelSpec(elems=2 * CHUNK, dtype=v1.FLOAT32, chunk_elems=CHUNK))
 
@@ -251,7 +258,7 @@ def test_fetches_and_commands_of_a_sender_that_left_are_refused() -> None:
         served = Served()
         served.hear(1, 7)
         await served.serve(served.push(7, 1, assign=True), 0, 1)
-        command = v1.Command(kind=v1.Command.SCALE, alpha=3.0, sequence=5).SerializeToString()
+        command = v1.Command(kind=v1.Command.LEAVE, sequence=5).SerializeToString()
         stream: Any = Streamed("command", command, incarnation=7)
         await served.endpoint.handlers["command"](stream)
         before = served.parameters
@@ -261,7 +268,7 @@ def test_fetches_and_commands_of_a_sender_that_left_are_refused() -> None:
             late: Any = Streamed(method, body, incarnation=7)
             with pytest.raises(RefusedError, match="has left the run"):
                 await served.endpoint.handlers[method](late)
-        assert served.parameters == before == [3.0, 3.0]
+        assert served.parameters == before == [1.0, 1.0]
 
     asyncio.run(run())
 
@@ -278,7 +285,7 @@ def test_a_sender_that_joined_before_this_shard_was_told_is_accepted() -> None:
 
 def test_a_shard_keeps_nothing_of_many_incarnations() -> None:
     async def run() -> None:
-        served = Served(EveryN(2))
+        served = Served(InPairs(2))
         served.hear(1, 0)
         await served.serve(served.push(0, 1, assign=True), 0, 1)
         status = v1.Command(kind=v1.Command.LEAVE, sequence=1)

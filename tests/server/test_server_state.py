@@ -96,7 +96,7 @@ def test_round_waits_for_everybody_and_sums_by_rank() -> None:
 def test_retry_takes_the_place_of_the_parked_push() -> None:
     state = initialised(ShardState([0], SynchronousRound(2, "mean")))
     assert state.push(0, Parked(contribution(1, 5), "first")) == []
-    assert state.push(0, Parked(contribution(1, 5), "second")) == [Supersede("first", 0)]
+    assert state.push(0, Parked(contribution(1, 5), "second")) == [Supersede("first", 0, "second")]
     (apply,) = state.push(0, Parked(contribution(0, 5), "other"))
     assert isinstance(apply, Apply)
     assert [held.token for held in apply.update] == ["other", "second"]

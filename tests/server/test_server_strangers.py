@@ -11,9 +11,9 @@ import torch
 from gradstream.errors import ClosedError, RefusedError
 from gradstream.optim import SGD
 from gradstream.runtime import SimulationConfig, VirtualCluster
-from gradstream.server.aggregation import EveryPush
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
+from gradstream.strategies.ssp import Clocked
 from gradstream.testing.pieces import chunk_frame
 from gradstream.transport.access import AccessControl
 from gradstream.transport.base import Identity, Stream
@@ -33,7 +33,7 @@ class Run:
         self.virtual = virtual
         self.network = MemoryNetwork(self.virtual)
         self.shard = self._endpoint("shard-0", 1)
-        config = ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), silence_s=60.0)
+        config = ShardConfig(0, 1, Clocked(), SGD(lr=1.0), silence_s=60.0)
         self.service = ShardService(self.shard.runtime, self.shard, config)
         spec = v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64)
         self.service.register(spec)
@@ -106,8 +106,8 @@ async def fetch(node: EndpointCore) -> None:
 
 
 async def command(node: EndpointCore) -> None:
-    scale = v1.Command(kind=v1.Command.SCALE, alpha=0.0, sequence=7)
-    await node.call("shard-0", "command", scale, v1.CommandResult)
+    leave = v1.Command(kind=v1.Command.LEAVE, sequence=7)
+    await node.call("shard-0", "command", leave, v1.CommandResult)
 
 
 async def said(stream: Stream) -> list[v1.Frame]:

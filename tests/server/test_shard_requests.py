@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from gradstream.optim.pass_sum import PassSum
+from gradstream.strategies.ssp import Clocked
 from gradstream.wire import v1
 from shard_stub import Stub, chunk, exchange, fetch, opening, push, with_shard
 
+KINDS = v1.Command.Kind.keys()
 PUSH: dict[str, Any] = {"sequence": 2, "lr": 1.0, "samples": 1}
 
 
@@ -19,13 +22,21 @@ def code(frames: list[v1.Frame]) -> v1.Code | None:
 
 def step(*commands: v1.Command, number: int = 1, note: bytes = b"") -> v1.Command:
     """A step of a procedure."""
-    return v1.Command(kind=v1.Command.STEP, step=v1.Procedure(number=number, note=note), commands=commands)
+    return v1.Command(
+        kind=v1.Command.STEP, sequence=3, step=v1.Procedure(number=number, note=note), commands=commands
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "sender"),
     [
         ({"command": 2}, "worker-5"),
+        ({"command": v1.Push.ASSIGN, "clock": 1}, "worker-5"),
+        ({"clock": 1}, "worker-5"),
+        ({"portion": 1}, "worker-5"),
+        ({"rows": True}, "worker-5"),
+        ({"vector": "momentum"}, "worker-5"),
+        ({"round": 1}, "worker-5"),
         ({"command": 99}, "worker-5"),
         ({"vector": "nonsense"}, "worker-5"),
         ({"sequence": 0}, "worker-5"),
@@ -72,40 +83,59 @@ def test_a_push_on_a_version_that_is_not_there_yet() -> None:
         ("fetch", v1.Fetch(known=[1]), "worker-5"),
         ("fetch", v1.Fetch(vector="nonsense"), "worker-5"),
         ("fetch", v1.Fetch(), "nobody"),
+        ("fetch", v1.Fetch(min_clock=1), "worker-5"),
         ("command", v1.Command.FromString(b"\x08\x63"), "worker-5"),
-        ("command", v1.Command(kind=v1.Command.SCALE, alpha=math.nan), "worker-5"),
-        ("command", v1.Command(kind=v1.Command.ENTER, clock=(1 << 64) - 1), "worker-5"),
-        ("command", v1.Command(kind=v1.Command.LEAVE), "nobody"),
-        ("command", v1.Command(kind=v1.Command.DOT, x="a", y="b"), "worker-5"),
+        *(("command", v1.Command(kind=kind, sequence=3), "worker-5") for kind in KINDS),
+        ("command", v1.Command(kind=v1.Command.LEAVE, sequence=3), "nobody"),
         ("command", step(), "nobody"),
-        ("command", step(number=1 << 53 | 1), "worker-5"),
-        ("command", step(note=bytes((1 << 22) + 1)), "worker-5"),
-        ("command", step(*[v1.Command(kind=v1.Command.SCALE, alpha=1.0)] * 4097), "worker-5"),
-        ("command", step(v1.Command(kind=v1.Command.DROP, out="sum")), "worker-5"),
-        ("command", step(v1.Command(kind=v1.Command.SCALE, alpha=math.inf)), "worker-5"),
-        ("command", step(v1.Command(kind=v1.Command.DOT, x="a", y="b")), "worker-5"),
     ],
 )
-def test_fetches_and_commands(method: str, request_: Any, sender: str) -> None:
+def test_what_a_run_without_clocks_and_passes_does_not_use(method: str, request_: Any, sender: str) -> None:
     async def script(stub: Stub) -> None:
         await push(stub, 1, 4.0, command=v1.Push.ASSIGN)
         frames = await exchange(stub, opening(method, request_, sender=sender), v1.Frame(end=v1.End()))
-        assert code(frames) in (v1.BAD_REQUEST, v1.INTERNAL), frames
-        assert "Traceback" not in str(frames) and (
-            "ConfigError" in str(frames) or code(frames) != v1.INTERNAL
-        )
+        assert code(frames) == v1.BAD_REQUEST, frames
+        assert "Traceback" not in str(frames)
         assert await fetch(stub) == ([4.0] * 100, {0})
 
     with_shard(script)
 
 
-def test_named_vectors_are_bounded() -> None:
+@pytest.mark.parametrize(
+    "request_",
+    [
+        v1.Command(kind=v1.Command.LEAVE, sequence=3),
+        v1.Command(kind=v1.Command.ADD, sequence=3, x="sum", alpha=1.0),
+        step(number=1 << 53 | 1),
+        step(*[v1.Command(kind=v1.Command.SCALE, alpha=1.0)] * 4097),
+        step(v1.Command(kind=v1.Command.STEP, out="sum")),
+        step(v1.Command(kind=v1.Command.SCALE, alpha=math.inf)),
+        step(v1.Command(kind=v1.Command.DOT, x="a", y="b")),
+    ],
+)
+def test_what_no_procedure_has(request_: v1.Command) -> None:
     async def script(stub: Stub) -> None:
-        codes = []
-        for number in range(66):
-            create = v1.Command(kind=v1.Command.CREATE, out=f"v{number}", sequence=number + 1)
-            codes.append(code(await exchange(stub, opening("command", create), v1.Frame(end=v1.End()))))
-        assert codes[:64] == [None] * 64
-        assert codes[64] is not None
+        await push(stub, 1, 4.0, command=v1.Push.ASSIGN)
+        frames = await exchange(stub, opening("command", request_), v1.Frame(end=v1.End()))
+        assert code(frames) == v1.BAD_REQUEST, frames
+        assert await fetch(stub) == ([4.0] * 100, {0})
 
-    with_shard(script)
+    with_shard(script, optimizer=PassSum(), in_passes=True)
+
+
+def test_clocks_that_are_impossible() -> None:
+    async def script(stub: Stub) -> None:
+        for request in (
+            v1.Command(kind=v1.Command.ENTER, sequence=3, clock=(1 << 64) - 1),
+            v1.Command(kind=v1.Command.ENTER, sequence=(1 << 64) - 1),
+            v1.Command(kind=v1.Command.LEAVE),
+            step(),
+        ):
+            assert (
+                code(await exchange(stub, opening("command", request), v1.Frame(end=v1.End())))
+                == v1.BAD_REQUEST
+            )
+        leave = v1.Command(kind=v1.Command.LEAVE, sequence=3)
+        assert code(await exchange(stub, opening("command", leave), v1.Frame(end=v1.End()))) is None
+
+    with_shard(script, rule=Clocked())

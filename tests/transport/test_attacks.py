@@ -352,9 +352,9 @@ def test_the_suite_would_notice(plain: Run) -> None:
         by = Bare(plain.leak.identity(), "shard-0")
         async with grpc.aio.insecure_channel(address) as channel:
             session = await bare.open_session(channel, by)
-            request = v1.Command(kind=v1.Command.STATUS).SerializeToString()
+            request = v1.Fetch(chunks=[0]).SerializeToString()
             call = PeerStub(channel).Stream(metadata=session.metadata())  # type: ignore[no-untyped-call]
-            await call.write(by.opening("command", request))
+            await call.write(by.opening("fetch", request))
             said = str(await call.read()) + str(await call.read())
             session.close()
             return said

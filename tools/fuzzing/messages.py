@@ -36,6 +36,7 @@ from gradstream.memory import Memory
 from gradstream.optim import SGD
 from gradstream.run.remote.members import MachineMembers
 from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.instructions import Acknowledge, Apply, Parked
 from gradstream.server.shard.state import ShardState
@@ -235,8 +236,10 @@ def _keep(data: bytes) -> None:
 def _shard() -> tuple[Inspection, ShardState, SynchronousRound]:
     chunks, rule = ChunkMap(100, 64, 1), SynchronousRound(1, "mean")
     state = ShardState(chunks.chunks_of(0), rule, workers=WORKERS)
-    store = ShardStore(Memory(), chunks, 0, torch.float32, SGD(lr=1.0, momentum=0.9))
-    inspection = Inspection(Identity("job", "shard-0", 1), store, Counter(), WORKERS)
+    optimizer = SGD(lr=1.0, momentum=0.9)
+    store = ShardStore(Memory(), chunks, 0, torch.float32, optimizer)
+    config = ShardConfig(0, 1, rule, optimizer, workers=WORKERS)
+    inspection = Inspection(Identity("job", "shard-0", 1), store, Counter(), config)
     return inspection, state, rule
 
 
@@ -246,7 +249,7 @@ def _push(data: bytes) -> None:
     who, request = _who(data), v1.Push.FromString(data[1:])
     inspection.check_push(v1.Open(sender=who), request)
     for chunk in state.chunks:
-        inspection.check_base_version(who, chunk, request.base_version, state.version(chunk))
+        inspection.check_base_version(who, chunk, request, request.base_version, state.version(chunk))
         one = PushHeader(
             who,
             inspection.rank(who),
@@ -348,7 +351,7 @@ DECODERS = (
         "command",
         _command,
         v1.Command(kind=v1.Command.ENTER, clock=3),
-        v1.Command(kind=v1.Command.DOT, x="a", y="b"),
+        v1.Command(kind=v1.Command.LEAVE, sequence=4),
     ),
     _message("enrol", _enrol, v1.Enrol(machine="m", facts={"torch": "1"}, address="10.0.0.2")),
 )

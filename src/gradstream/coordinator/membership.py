@@ -273,7 +273,7 @@ class Membership:
         if beat.HasField("failure"):
             failure = beat.failure
             return self.phases.abort(
-                who,
+                failure.culprit or who,
                 escaped(failure.error, NAME_BYTES),
                 escaped(failure.message, MESSAGE_BYTES, newlines=True),
                 escaped(failure.traceback, TRACEBACK_BYTES, newlines=True),

@@ -13,6 +13,7 @@ from gradstream.coordinator.receipts import ref_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import RefusedError
+from gradstream.transport.methods import role_of
 from gradstream.wire import v1
 
 MAX_COUNT = 1 << 53
@@ -76,7 +77,7 @@ class MessageChecks:
                 raise _impossible(node.name, f"a receipt for {ref}, which is no minibatch of this run")
         for refused in beat.refused:
             self._check_refused(node, refused)
-        self._check_estates(node, beat)
+        self._check_of_shards(node, beat)
         if beat.verdicts and (not self._quorum or node.name != "shard-0"):
             raise _impossible(
                 node.name, "a verdict; expected them from shard-0 alone, where there is a quorum"
@@ -101,7 +102,10 @@ class MessageChecks:
                 f"a gradient of {refused.samples} samples in step {refused.step}; expected at most 2^53",
             )
 
-    def _check_estates(self, node: v1.Node, beat: v1.Beat) -> None:
+    def _check_of_shards(self, node: v1.Node, beat: v1.Beat) -> None:
+        culprit = beat.failure.culprit
+        if culprit and (node.role != "shard" or role_of(culprit) not in ("worker", "part")):
+            raise _impossible(node.name, "only shards blame others for a failure, and they blame workers")
         if (beat.estates and node.role != "shard") or (beat.redone and node.role == "shard"):
             raise _impossible(node.name, "only shards report estates, and only workers redo pushes")
         if (beat.backed_up or beat.HasField("resharded")) and node.role != "shard":

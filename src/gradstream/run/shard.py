@@ -67,6 +67,7 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         workers=plan.workers,
         acknowledge=plan.job.acknowledge,
         retry_s=plan.job.deadlines.retry_s,
+        in_passes=strategy.in_passes,
         noise_scale=plan.job.noise_scale,
         codec=None if isinstance(plan.codec, PowerSGD) else plan.codec,
         fetch_codec=plan.fetch_codec,

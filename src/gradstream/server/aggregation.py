@@ -119,6 +119,14 @@ class AggregationRule(ABC):
         return False
 
     @property
+    def clocked(self) -> bool:
+        """Whether workers have clocks: they count updates (`advance_clock`), or updates wait for those that take part.
+
+        Shards refuse clocks, and requests to take part or not, under any other rule.
+        """
+        return self.lockstep or type(self).among is not AggregationRule.among
+
+    @property
     def by_round(self) -> bool:
         """Whether a chunk's version is the number of its round.
 

@@ -56,7 +56,7 @@ def _compute(command: v1.Command, tensors: Mapping[str, torch.Tensor]) -> float 
         return _dot(*inputs)
     out = tensors[command.out]
     match command.kind:
-        case kind.CREATE:
+        case kind.ZERO:
             out.zero_()
         case kind.SCALE:
             out.mul_(command.alpha)

@@ -51,7 +51,14 @@ from gradstream.strategies.checks import check_count, check_not_negative
 
 
 @dataclass(frozen=True, slots=True)
-class Lockstep(EveryPush):
+class Clocked(EveryPush):
+    """The server of s > 0: each push is one update, in the order of arrival."""
+
+    clocked: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Lockstep(Clocked):
     """The server of s = 0: the sum of one clock's pushes is one update."""
 
     lockstep: ClassVar[bool] = True
@@ -116,4 +123,4 @@ class SSP(ServerStrategy):
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Each push is one update, in the order of arrival; with s = 0 all pushes of a clock are one."""
-        return EveryPush() if self.bound else Lockstep()
+        return Clocked() if self.bound else Lockstep()

@@ -98,8 +98,8 @@ class SynchronousRound(AggregationRule):
         return new.round < version
 
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
-        """All pushes of this round, in the order of ranks; none before all have arrived."""
-        present = {one.rank: one for one in parked if one.round == version}
+        """The first push of each worker in this round, in the order of ranks; none before all have arrived."""
+        present = {one.rank: one for one in reversed(parked) if one.round == version}
         if len(present) < self.num_workers - self.backup:
             return ()
         return [present[rank] for rank in sorted(present)]

@@ -335,22 +335,19 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version", "stands_for", "batches", "settled", "behalf", "portion")
+    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "num_gradients", "clock", "loss", "rows", "base_version", "stands_for", "batches", "settled", "behalf", "portion")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
         ASSIGN: _ClassVar[Push.Command]
-        ADD: _ClassVar[Push.Command]
     APPLY: Push.Command
     ASSIGN: Push.Command
-    ADD: Push.Command
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LR_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    ALPHA_FIELD_NUMBER: _ClassVar[int]
     NUM_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -367,7 +364,6 @@ class Push(_message.Message):
     samples: int
     lr: float
     round: int
-    alpha: float
     num_gradients: int
     clock: int
     loss: float
@@ -378,7 +374,7 @@ class Push(_message.Message):
     settled: int
     behalf: Behalf
     portion: int
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ..., stands_for: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., settled: _Optional[int] = ..., behalf: _Optional[_Union[Behalf, _Mapping]] = ..., portion: _Optional[int] = ...) -> None: ...
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ..., stands_for: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., settled: _Optional[int] = ..., behalf: _Optional[_Union[Behalf, _Mapping]] = ..., portion: _Optional[int] = ...) -> None: ...
 
 class Behalf(_message.Message):
     __slots__ = ("sender", "incarnation")
@@ -454,24 +450,20 @@ class Command(_message.Message):
     __slots__ = ("kind", "out", "x", "y", "alpha", "sequence", "clock", "commands", "step")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        CREATE: _ClassVar[Command.Kind]
-        DROP: _ClassVar[Command.Kind]
+        ZERO: _ClassVar[Command.Kind]
         COPY: _ClassVar[Command.Kind]
         SCALE: _ClassVar[Command.Kind]
         ADD: _ClassVar[Command.Kind]
         DOT: _ClassVar[Command.Kind]
-        STATUS: _ClassVar[Command.Kind]
         LEAVE: _ClassVar[Command.Kind]
         ENTER: _ClassVar[Command.Kind]
         MULTIPLY: _ClassVar[Command.Kind]
         STEP: _ClassVar[Command.Kind]
-    CREATE: Command.Kind
-    DROP: Command.Kind
+    ZERO: Command.Kind
     COPY: Command.Kind
     SCALE: Command.Kind
     ADD: Command.Kind
     DOT: Command.Kind
-    STATUS: Command.Kind
     LEAVE: Command.Kind
     ENTER: Command.Kind
     MULTIPLY: Command.Kind
@@ -525,29 +517,14 @@ class Portion(_message.Message):
     def __init__(self, first: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("scalar", "min_version", "max_version", "counters", "clock", "chunks", "note")
-    class CountersEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    SCALAR_FIELD_NUMBER: _ClassVar[int]
-    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
-    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
-    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("clock", "chunks", "note")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
-    scalar: float
-    min_version: int
-    max_version: int
-    counters: _containers.ScalarMap[str, int]
     clock: int
     chunks: _containers.RepeatedCompositeFieldContainer[Procedure]
     note: bytes
-    def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., clock: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[Procedure, _Mapping]]] = ..., note: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, clock: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[Procedure, _Mapping]]] = ..., note: _Optional[bytes] = ...) -> None: ...
 
 class Backup(_message.Message):
     __slots__ = ("chunk", "workers", "number")
@@ -1110,14 +1087,16 @@ class Receipt(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., partition: _Optional[int] = ..., batch: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("error", "message", "traceback")
+    __slots__ = ("error", "message", "traceback", "culprit")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    CULPRIT_FIELD_NUMBER: _ClassVar[int]
     error: str
     message: str
     traceback: str
-    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...
+    culprit: str
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., culprit: _Optional[str] = ...) -> None: ...
 
 class Ask(_message.Message):
     __slots__ = ("number", "wait", "in_hand", "rounds", "samples", "seconds", "squares")

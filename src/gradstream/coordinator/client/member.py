@@ -15,7 +15,14 @@ from gradstream.coordinator.client.reporter import Reporter
 from gradstream.coordinator.client.requests import WorkerRequests
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.run_clock import RunClock
-from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
+from gradstream.errors import (
+    ClosedError,
+    DeadlineError,
+    GradstreamError,
+    InternalError,
+    NonFiniteError,
+    PeerLostError,
+)
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import CarriersEvent, DamagedEvent
@@ -249,7 +256,12 @@ class Member(Reporter):
         if isinstance(error, PeerLostError | DeadlineError) and joined and await self._judged():
             return
         self.beat.failure.CopyFrom(
-            v1.Failure(error=type(error).__name__, message=str(error), traceback=traceback_text)
+            v1.Failure(
+                error=type(error).__name__,
+                message=str(error),
+                traceback=traceback_text,
+                culprit=error.culprit if isinstance(error, NonFiniteError) else "",
+            )
         )
         try:
             await self._send_beats(self._presence)

@@ -11,7 +11,6 @@ number, so each shard applies it once, however many attempts arrive.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -216,7 +215,7 @@ class ServerClient:
             self.back_buffer = self._last_fetch.vector
 
     async def command(self, command: v1.Command) -> v1.CommandResult:
-        """Sends a command to all shards, and adds up the scalars of their results.
+        """Sends a command to all shards, and joins their results.
 
         Each shard carries it out exactly once, in the order of this client's commands. If this call raises, some
         shards may have carried the command out.
@@ -233,20 +232,10 @@ class ServerClient:
             )
 
         results = await links.with_each(ask)
-        counters: Counter[str] = Counter()
         chunks = [one for result in results for one in result.chunks]
         chunks.sort(key=lambda one: one.chunk)
-        for result in results:
-            counters.update(dict(result.counters))
-        return v1.CommandResult(
-            scalar=sum(result.scalar for result in results),
-            min_version=min(result.min_version for result in results),
-            max_version=max(result.max_version for result in results),
-            counters=counters,
-            clock=max(result.clock for result in results),
-            chunks=chunks,
-            note=_latest_note(results),
-        )
+        clock = max(result.clock for result in results)
+        return v1.CommandResult(clock=clock, chunks=chunks, note=_latest_note(results))
 
     async def step(self, step: v1.Procedure, commands: Sequence[v1.Command]) -> StepResult:
         """Has every chunk carry out a step of a procedure, unless it has got so far already.

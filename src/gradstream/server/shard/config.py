@@ -49,6 +49,7 @@ class ShardConfig:
         decayed: whether gradients contain their weight decay already; see `ServerStrategy.decays_gradients`.
         codec: decodes chunks that workers have encoded; None where they send none.
         fetch_codec: encodes parameters that workers fetch for gradients; None sends them as they are.
+        in_passes: whether workers carry out a procedure, and push portions of passes; see `Strategy.in_passes`.
         noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.noise_meter`.
     """
 
@@ -71,6 +72,7 @@ class ShardConfig:
     acknowledge: Acknowledge = "applied"
     retry_s: float = 120.0
     first: int = 0
+    in_passes: bool = False
     noise_scale: bool = False
     codec: Codec | None = None
     fetch_codec: Codec | None = None

@@ -14,6 +14,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
+from gradstream.errors import NonFiniteError
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
@@ -173,9 +174,9 @@ class ShardExecutor:
                 case Release(token, chunk):
                     assert isinstance(token, PendingFetch)
                     self.handle(ChunkReleased(chunk, token))
-                case Supersede(token, chunk):
+                case Supersede(token, chunk, retry):
                     self.stragglers.gone(token, chunk)
-                    _push(token).supersede(chunk)
+                    _push(token).supersede(chunk, _push(retry))
 
     def _acknowledge(self, done: Acknowledge) -> None:
         self.counters[done.outcome] += 1
@@ -191,7 +192,7 @@ class ShardExecutor:
             try:
                 await keep(done.chunk)
             except Exception as error:
-                self._fail(error)
+                self.fail(error)
                 return
         self._acknowledge(done)
 
@@ -234,7 +235,7 @@ class ShardExecutor:
         try:
             second = await self.updates.prepare(due, update.parts)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return
         async with self.leases.turn(due.chunk):
             if due.completes:
@@ -248,7 +249,7 @@ class ShardExecutor:
                     self.state.commit(due.chunk)
                     await self.keep(due.chunk)
             except Exception as error:
-                self._fail(error)
+                self.fail(self.updates.blamed(due, error) if isinstance(error, NonFiniteError) else error)
                 return
             instructions = self._applied(update)
         following = [one for one in instructions if isinstance(one, Apply)]
@@ -257,7 +258,8 @@ class ShardExecutor:
             await self._runtime.sleep(0)  # a fetch that was just released reads before the next update
             self._obey(following)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Ends the shard with an error: see `failure`."""
         if not self.failure.done():
             self.failure.set_exception(error)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.server.shard.backup_peer import load_copies
-from gradstream.server.shard.commands import VectorCommands
+from gradstream.server.shard.commands import Commands
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.copies import ChunkCopies, Destination
 from gradstream.server.shard.executor import ShardExecutor
@@ -30,7 +30,7 @@ class HandoverSource:
     Args:
         node: name of this shard.
         executor: is held meanwhile.
-        commands: commands on vectors, which no copy has.
+        commands: steps of a procedure, none of which is under way in a handover.
         copies: makes the copies.
         silence_s: a handover ends with DeadlineError if the new shard takes nothing for this long, in seconds.
     """
@@ -39,7 +39,7 @@ class HandoverSource:
         self,
         node: str,
         executor: ShardExecutor,
-        commands: VectorCommands,
+        commands: Commands,
         copies: ChunkCopies,
         silence_s: float,
     ) -> None:
@@ -77,11 +77,6 @@ class HandoverSource:
         await self._executor.still()
         async with self._commands.turn:
             pass  # a step of a procedure that was under way is over, and no other begins
-        if self._commands.on_vectors:
-            text = "the strategy uses commands on vectors, which no new shard would get"
-            raise RefusedError(
-                self._node, "FORBIDDEN", f"{text}: stop the run, and resume it with other servers"
-            )
         described = False
         for chunk in chunks:
             self._check(stream.opened, request)

@@ -11,32 +11,38 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from gradstream.codec.base import Codec
 from gradstream.codec.words import WORD, check_dtype, words_of
 from gradstream.errors import ConfigError, DataError, RefusedError
 from gradstream.model.check import length
 from gradstream.server.aggregation import rank_of
+from gradstream.server.arithmetic import names_of
 from gradstream.server.rows import RowPart, unpack
+from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.instructions import Sender
 from gradstream.server.shard.row_store import Part, elements_of
 from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT, CODED
-from gradstream.wire.parts import part_of
+from gradstream.wire.parts import part_of, role_of_part
 
 MAX_COUNT = 1 << 53
 """Largest number of a push, a version or a clock: no run counts further."""
 
 
 _SAME_FILE = "; every node must run the same job file"
+_NO_CLOCKS = ", where workers have no clocks; the strategy's rule says `clocked = True` if they have"
 
-MAX_COMMANDS, MAX_NOTE_BYTES = 4096, 1 << 22
-"""Limits of a step of a procedure."""
+MAX_COMMANDS = 4096
+"""Commands of a step of a procedure."""
 
+MOST_PUSHES = 4
+"""The chunks of so many pushes of a worker may wait here at the same time, besides those for lost workers."""
+
+CLOCKED = frozenset((v1.Command.LEAVE, v1.Command.ENTER))
 STEP_KINDS = frozenset(
     (
-        v1.Command.CREATE,
+        v1.Command.ZERO,
         v1.Command.COPY,
         v1.Command.SCALE,
         v1.Command.ADD,
@@ -47,37 +53,34 @@ STEP_KINDS = frozenset(
 
 
 class Inspection:
-    """Compares requests with the registered model and the members of the run.
+    """Compares requests with the registered model, the members of the run, and what its strategy uses.
+
+    A shard takes no field and no command that the workers of this run never send: clocks where the rule has none,
+    steps and portions where there are no passes, state of the update rule where workers do not carry it out.
 
     Args:
         identity: identity of the shard, with the model's fingerprint and the membership epoch.
         store: vectors of the shard, which have the sizes of the registered model.
         counters: counts the requests that do not fit, as "refused".
-        workers: number of workers; 0 where unknown.
-        part: the part of a split model that the shard holds.
-        codec: decodes chunks that workers have encoded; None where they send none.
+        config: the shard's part of the run.
 
     Raises:
         ConfigError: the codec does not know the elements of the model.
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        store: ShardStore,
-        counters: Counter[str],
-        workers: int = 0,
-        part: int = 0,
-        codec: Codec | None = None,
+        self, identity: Identity, store: ShardStore, counters: Counter[str], config: ShardConfig
     ) -> None:
-        if codec is not None:
-            check_dtype(codec, store.dtype)
+        if config.codec is not None:
+            check_dtype(config.codec, store.dtype)
         self._identity = identity
         self._store = store
         self._counters = counters
-        self._workers = workers
-        self._part = part
-        self._codec = codec
+        self._workers = config.workers
+        self._part = config.part
+        self._codec = config.codec
+        self._in_passes = config.in_passes
+        self._clocked = config.rule.clocked
         self._members: frozenset[Sender] | None = None
         self._stand_ins: Mapping[int, str] = {}
 
@@ -147,10 +150,9 @@ class Inspection:
                 known = f"as far as this shard knows at epoch {mine.epoch}"
                 raise RefusedError(mine.name, "STALE_EPOCH", f"{what}, {known}; try again")
             raise self.bad(sender, what)
-        if request.vector and request.vector not in self._store.state:
-            raise self.bad(
-                sender, f"a push to {request.vector[:64]!r}, which is no vector of the update rule"
-            )
+        self._check_used(sender, request)
+        if request.command == v1.Push.ASSIGN:
+            self._check_first(opened)
         if not 0 < request.sequence < MAX_COUNT:
             raise self.bad(sender, f"push number {request.sequence}; expected 1 or more")
         counts = request.samples, request.round, request.clock, request.base_version, request.portion
@@ -163,14 +165,57 @@ class Inspection:
                 "finite numbers",
             )
 
-    def check_base_version(self, sender: str, chunk: int, base_version: int, version: int) -> None:
-        """Refuses a gradient that was computed on a version which the chunk has not reached."""
+    def _check_used(self, sender: str, request: v1.Push) -> None:
+        """Refuses fields of a push that no worker of this run uses."""
+        pushed = self._store.pushed_state
+        if request.vector and request.vector not in pushed:
+            got = f"a push to {request.vector[:64]!r}"
+            raise self.bad(sender, f"{got}; expected one to the parameters{_or_to(pushed)}")
+        if request.portion and not self._in_passes:
+            raise self.bad(
+                sender, f"portion {request.portion} of a pass, where there are no passes{_SAME_FILE}"
+            )
+        if request.clock and not self._clocked:
+            raise self.bad(sender, f"clock {request.clock}{_NO_CLOCKS}")
+        if request.rows and self._store.changed is None:
+            raise self.bad(sender, f"some rows of arrays, where workers push whole chunks{_SAME_FILE}")
+
+    def _check_first(self, opened: v1.Open) -> None:
+        """Refuses initial parameters of any but the worker of the lowest rank that is there."""
+        role = f"{role_of_part(self._part)}-"
+        ranks = [rank_of(name) for name, _ in self._members or () if name.startswith(role)]
+        lowest = min(ranks, default=0)
+        if rank_of(opened.sender) <= lowest or not ranks:
+            return
+        text = f"initial parameters of {opened.sender}; expected them of {role}{lowest}"
+        if opened.epoch > self._identity.epoch:
+            raise RefusedError(
+                self._identity.name, "STALE_EPOCH", f"{text}, as far as this shard knows; try again"
+            )
+        raise self.bad(opened.sender, text)
+
+    def check_base_version(
+        self, sender: str, chunk: int, request: v1.Push, base_version: int, version: int
+    ) -> None:
+        """Refuses a gradient that was computed on a version, or is for a round, which the chunk has not reached."""
         if base_version > max(version, 0):
             raise self.bad(
                 sender,
                 f"chunk {chunk}: the gradient was computed on version {base_version}; expected at most {version}, "
                 "the version here",
             )
+        if request.round > max(version, 0) and not request.portion:
+            raise self.bad(
+                sender,
+                f"chunk {chunk}: a push for round {request.round}; expected at most {version}, the round here",
+            )
+
+    def check_waiting(self, sender: str, chunks: int) -> None:
+        """Refuses one more chunk of a sender of which so many wait here: they are in memory."""
+        pushes = MOST_PUSHES + sum(one == sender for one in self._stand_ins.values())
+        if chunks >= (most := pushes * len(self._store.here)):
+            text = f"request of {sender}: {chunks} chunks of its pushes wait; expected {most} at most"
+            raise self._refused("OVER_LIMIT", text)
 
     def check_fetch(self, sender: str, request: v1.Fetch) -> None:
         """Refuses a fetch of chunks that are not on this shard."""
@@ -184,6 +229,10 @@ class Inspection:
             raise self.bad(
                 sender, f"asks for changed rows of arrays; expected a request for whole chunks{_SAME_FILE}"
             )
+        if request.min_clock and not self._clocked:
+            raise self.bad(sender, f"asks for parameters of clock {request.min_clock}{_NO_CLOCKS}")
+        if request.vector and request.vector not in self._store.state:
+            raise self.bad(sender, f"asks for {request.vector[:64]!r}, which is no vector of the update rule")
         if len(request.known) not in (0, len(chunks)) or max(request.known, default=0) > MAX_COUNT:
             raise self.bad(
                 sender,
@@ -191,36 +240,40 @@ class Inspection:
             )
 
     def check_command(self, sender: str, request: v1.Command) -> None:
-        """Refuses an unknown command, and one with impossible values."""
-        if request.kind not in v1.Command.Kind.values():
+        """Refuses a command that no worker of this run sends, and one with impossible values."""
+        self.rank(sender)
+        if request.kind not in {*CLOCKED, v1.Command.STEP}:
+            raise self.bad(sender, f"command {request.kind}; expected LEAVE, ENTER or STEP")
+        if request.kind in CLOCKED and not self._clocked:
+            raise self.bad(sender, f"{v1.Command.Kind.Name(request.kind)}{_NO_CLOCKS}")
+        if not 0 < request.sequence < MAX_COUNT or request.clock > MAX_COUNT:
             raise self.bad(
-                sender, f"command {request.kind}; expected one of {sorted(v1.Command.Kind.values())}"
+                sender, f"command number {request.sequence} at clock {request.clock}; expected 1 to 2^53"
             )
-        if not math.isfinite(request.alpha):
-            raise self.bad(sender, f"a command with alpha = {request.alpha}; expected a finite number")
-        if request.clock > MAX_COUNT or request.sequence > MAX_COUNT:
-            raise self.bad(sender, "it sends a count above 2^53")
-        if request.kind in (v1.Command.LEAVE, v1.Command.ENTER, v1.Command.STEP):
-            self.rank(sender)
         if request.kind == v1.Command.STEP:
             self._check_step(sender, request)
 
     def _check_step(self, sender: str, request: v1.Command) -> None:
         """Refuses a step with commands that have no place in one."""
         step = request.step
+        if not self._in_passes:
+            raise self.bad(sender, f"a step of a procedure; the strategy of this run has none{_SAME_FILE}")
         if step.number > MAX_COUNT or step.pass_number > MAX_COUNT:
             raise self.bad(sender, f"step {step.number} of a procedure; expected less than 2^53")
-        if len(step.note) > MAX_NOTE_BYTES or len(request.commands) > MAX_COMMANDS:
+        if len(request.commands) > MAX_COMMANDS:
             raise self.bad(
-                sender,
-                f"a step of {len(request.commands)} commands with a note of {len(step.note)} bytes; expected at most "
-                f"{MAX_COMMANDS} and {MAX_NOTE_BYTES}",
+                sender, f"a step of {len(request.commands)} commands; expected at most {MAX_COMMANDS}"
             )
         for command in request.commands:
             if command.kind not in STEP_KINDS:
                 raise self.bad(sender, f"command {command.kind} in a step; expected arithmetic on vectors")
             if not math.isfinite(command.alpha):
                 raise self.bad(sender, f"a command with alpha = {command.alpha}; expected a finite number")
+        if unknown := set(names_of(request.commands)) - {"", *self._store.state}:
+            known = ", ".join(self._store.state)
+            raise self.bad(
+                sender, f"a step on {min(unknown)[:64]!r}; expected the parameters, or one of {known}"
+            )
 
     def part(self, sender: str, received: Received) -> tuple[Part | None, float]:
         """The content of a chunk of a push, and the length of its elements; None if the chunk is flagged absent.
@@ -293,3 +346,7 @@ class Inspection:
     def _refused(self, code: str, message: str) -> RefusedError:
         self._counters["refused"] += 1
         return RefusedError(self._identity.name, code, message)
+
+
+def _or_to(names: Collection[str]) -> str:
+    return f", or to {', '.join(names)}" if names else ""

@@ -39,8 +39,8 @@ class Apply:
         chunk: number of the chunk.
         update: pushes to add up; none where only the sum is to be applied.
         step: number of the update on this chunk, from 1.
-        lr: learning rate of the update, and of the sum: the first rate above 0 among its pushes. The weight of each
-            push contains the push's own rate divided by this one.
+        lr: learning rate of the update, and of the sum: the first rate above 0 among its pushes, and the weight of each
+            push contains the push's own rate divided by this one. Under a robust rule the median of the rates.
         summed: number of pushes in the chunk's sum, which these pushes join.
         completes: whether to apply the sum with these pushes; else they only join it.
         distances: those of the quorum's decision, if it has any.
@@ -77,10 +77,11 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Supersede:
-    """End the stream of this push: on a chunk, a retry has replaced it."""
+    """End the stream of this push: a retry waits in its place on a chunk, with the header and elements of the first."""
 
     token: Token
     chunk: int
+    retry: Token
 
 
 Instruction = Apply | Acknowledge | Release | Supersede

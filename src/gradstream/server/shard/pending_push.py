@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
-from gradstream.server.shard.instructions import Acknowledge
+from gradstream.server.shard.instructions import Acknowledge, Sender
 from gradstream.server.shard.row_store import Part
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
@@ -18,6 +19,7 @@ class PendingPush:
     Args:
         stream: stream to the sender.
         opened_ns: time at which the sender began to wait, in ns.
+        waiting: number of chunks of each sender's pushes without a result; this push counts its own there.
 
     Attributes:
         parts: content of each chunk; empty chunks have none.
@@ -30,6 +32,7 @@ class PendingPush:
 
     stream: Stream
     opened_ns: int
+    waiting: Counter[Sender] = field(default_factory=Counter)
     parts: dict[int, Part] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
     results: list[v1.PushResult] = field(default_factory=list)
@@ -42,11 +45,24 @@ class PendingPush:
         """Node name of the worker that pushes."""
         return self.stream.opened.sender
 
+    @property
+    def key(self) -> Sender:
+        """Name and incarnation of that worker."""
+        return self.stream.opened.sender, self.stream.opened.incarnation
+
     def took(self, chunk: int, part: Part | None) -> None:
         """Adds a chunk that was received; the part of an empty chunk is None."""
         if part is not None:
             self.parts[chunk] = part
         self.pending.add(chunk)
+        self.waiting[self.key] += 1
+
+    def _free(self, chunk: int) -> None:
+        """Frees a chunk that waits no more."""
+        self.parts.pop(chunk, None)
+        if chunk in self.pending:
+            self.pending.discard(chunk)
+            self.waiting[self.key] -= 1
 
     def acknowledge(self, done: Acknowledge, waited: v1.Waited | None) -> None:
         """Frees a chunk's elements and queues its result. Empty chunks share one result, unless they were dropped.
@@ -55,8 +71,7 @@ class PendingPush:
             done: the outcome of the chunk.
             waited: the worker that the chunk's update waited for; None if it waited for no worker.
         """
-        self.parts.pop(done.chunk, None)
-        self.pending.discard(done.chunk)
+        self._free(done.chunk)
         self.wake.set()
         if done.chunk in self.empty and done.outcome != "dropped":
             return
@@ -72,7 +87,13 @@ class PendingPush:
             )
         )
 
-    def supersede(self, chunk: int) -> None:
-        """Ends this push after the sender has sent a chunk again in a retry, whose stream replaces this one."""
-        self.parts.pop(chunk, None)
+    def supersede(self, chunk: int, retry: PendingPush) -> None:
+        """Ends this push after the sender has sent a chunk again in a retry, whose stream replaces this one.
+
+        The elements stay those of the first copy: what was measured is what is applied.
+        """
+        retry.parts.pop(chunk, None)
+        if chunk in self.parts:
+            retry.parts[chunk] = self.parts[chunk]
+        self._free(chunk)
         self.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")

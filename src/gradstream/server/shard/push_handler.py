@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import PushHeader, rank_of
 from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.instructions import Parked
+from gradstream.server.shard.instructions import Parked, Sender
 from gradstream.server.shard.pending_push import PendingPush
 from gradstream.server.shard.push_pacer import PacedPush, PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
@@ -52,6 +55,12 @@ class PushHandler:
         self._quorum = quorum
         self._pacer = pacer
         self._estates = estates
+        self._waiting = Counter[Sender]()  # chunks of its pushes without a result
+
+    def keep_senders(self, members: Collection[Sender]) -> None:
+        """Forgets all other senders, which have left."""
+        for gone in [sender for sender in self._waiting if sender not in members]:
+            del self._waiting[gone]
 
     async def serve(self, stream: Stream) -> None:
         """Receives a push; returns once its sender has the result of every chunk.
@@ -67,7 +76,7 @@ class PushHandler:
             self._estates.check_heir(opened, request)
         else:
             self._estates.note((opened.sender, opened.incarnation), request)
-        push = PendingPush(stream, self._runtime.now())
+        push = PendingPush(stream, self._runtime.now(), self._waiting)
         await self._runtime.gather(self._receive(push, request), self._answer(push))
 
     async def _receive(self, push: PendingPush, request: v1.Push) -> None:
@@ -80,7 +89,7 @@ class PushHandler:
         if request.rows:
             empty = [index for index in self._state.chunks if index not in came]
             for index in empty:
-                self._check_base_version(push, index, request.base_version)
+                self._check_base_version(push, request, index, request.base_version)
             for index in empty:
                 push.empty.add(index)
                 self._arrived(push, request, index, request.base_version)
@@ -96,7 +105,7 @@ class PushHandler:
             if chunk.index in came:
                 raise self._inspection.bad(push.sender, f"chunk {chunk.index} comes twice in one push")
             came.add(chunk.index)
-            self._check_base_version(push, chunk.index, chunk.version)
+            self._check_base_version(push, request, chunk.index, chunk.version)
             self._arrived(push, request, chunk.index, chunk.version, part, length)
             await self._runtime.sleep(0)  # its update begins now, while the elements are in the cache
             if paced is not None:
@@ -104,8 +113,9 @@ class PushHandler:
                 await paced.turn()
         return came
 
-    def _check_base_version(self, push: PendingPush, chunk: int, base_version: int) -> None:
-        self._inspection.check_base_version(push.sender, chunk, base_version, self._state.version(chunk))
+    def _check_base_version(self, push: PendingPush, request: v1.Push, chunk: int, base_version: int) -> None:
+        version = self._state.version(chunk)
+        self._inspection.check_base_version(push.sender, chunk, request, base_version, version)
 
     def _arrived(
         self,
@@ -145,6 +155,7 @@ class PushHandler:
             portion=request.portion,
         )
         assign = request.command == v1.Push.ASSIGN
+        self._inspection.check_waiting(push.sender, self._waiting[push.key])
         push.took(chunk, part)
         self._executor.handle(PushArrived(chunk, Parked(header, push, assign)))
         if self._quorum is not None and not assign:

@@ -1,7 +1,7 @@
 """A shard on the network: it builds its parts once a model is registered, and then serves streams.
 
 It serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushHandler`, a `FetchHandler` and
-`VectorCommands`; for another shard it keeps backups (`BackupHolder`), and to new ones it hands its chunks over
+`Commands`; for another shard it keeps backups (`BackupHolder`), and to new ones it hands its chunks over
 (`HandoverSource`). Updates run on the node's arithmetic thread.
 The shard sends a chunk only between two updates of it, so a fetch gets one version of each chunk.
 """
@@ -25,7 +25,7 @@ from gradstream.server.rows import RowMap
 from gradstream.server.shard.backup import ShardBackup
 from gradstream.server.shard.backup_log import BackupLog
 from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer
-from gradstream.server.shard.commands import VectorCommands
+from gradstream.server.shard.commands import Commands
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.copies import ChunkCopies
 from gradstream.server.shard.estates import PushEstates
@@ -50,9 +50,6 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.parts import shards_of
 from gradstream.wire.placement import Placement
-
-_BACKED_UP = (v1.Command.STATUS, v1.Command.LEAVE, v1.Command.ENTER, v1.Command.STEP)
-_WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD, v1.Command.MULTIPLY, v1.Command.STEP)
 
 
 class ShardService:
@@ -151,9 +148,7 @@ class ShardService:
             whole = isinstance(config.rule.robust, WholeRule)
             measure = partial(self._measure, updates, config.quorum) if whole else None
             self.quorum = QuorumProtocol(runtime, endpoint, config, chunks, self._decide, measure)
-        inspection = Inspection(
-            endpoint.identity, store, self.executor.counters, config.workers, config.part, config.codec
-        )
+        inspection = Inspection(endpoint.identity, store, self.executor.counters, config)
         notifier = WaitNotifier(runtime, config.waiting_every_s, state)
         self._inspection = inspection
         pacer = PushPacer() if config.rule.paced else None
@@ -166,7 +161,7 @@ class ShardService:
         self._fetches = FetchHandler(
             runtime, self.executor, inspection, notifier, config.silence_s, config.fetch_codec
         )
-        self.commands = VectorCommands(runtime, self.executor)
+        self.commands = Commands(runtime, self.executor)
         self.handover = HandoverSource(
             endpoint.identity.name, self.executor, self.commands, self.copies, config.silence_s
         )
@@ -239,6 +234,7 @@ class ShardService:
         self.estates.keep(members, fenced)
         self.executor.keep_senders(members, self.estates.fenced)
         self.commands.keep_senders(members)
+        self._pushes.keep_senders(members)
         self.estates.report()
 
     def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
@@ -272,18 +268,8 @@ class ShardService:
         await self._admitted(stream)
         request = v1.Command.FromString(stream.opened.body)
         self._inspection.check_command(stream.opened.sender, request)
-        if self.store.changed is not None and not request.out and request.kind in _WRITING:
-            raise ConfigError(
-                "a command would change parameters of a sparse exchange, in which workers fetch only the rows that "
-                "pushes have changed; expected commands on vectors alone"
-            )
-        if self.backup is not None and request.kind not in _BACKED_UP:
-            raise ConfigError(
-                f"a command on vectors, which are in no backup: acknowledge={self._config.acknowledge!r} does not "
-                "hold for strategies that use them; leave it out"
-            )
         result = await self.commands.carry_out(stream.opened.sender, stream.opened.incarnation, request)
-        if self.backup is not None and request.kind in (v1.Command.LEAVE, v1.Command.ENTER):
+        if self.backup is not None and request.kind != v1.Command.STEP:
             await self.backup.keep_clocks()
         data = result.SerializeToString()
         await stream.send(v1.Frame(body=v1.Body(data=data)))

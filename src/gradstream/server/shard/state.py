@@ -2,7 +2,7 @@
 
 Each chunk stands alone. It is idle or being updated; an update takes time, so pushes that arrive meanwhile wait in a
 queue. A push is exactly-once per (sender, incarnation, sequence, chunk). A second copy is answered DUPLICATE if the
-first copy was applied, and replaces the first copy if that still waits.
+first copy was applied, and takes over its place in the queue if that still waits.
 
     push ──▶ duplicate? too late? ──▶ parked ──rule.due──▶ Apply ──▶ applied ──▶ Acknowledge, Release
     fetch ─▶ version, own push and clocks reached? ──▶ Release, or the fetch waits (`awaited` names the nodes)
@@ -20,8 +20,9 @@ window are their special case of one writer per clock entry).
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
@@ -126,8 +127,7 @@ class ShardState:
         """Takes in a push of a chunk."""
         state = self.chunks[chunk]
         if state.busy:
-            state.arrivals.append(new)
-            return []
+            return _queue(state.arrivals, state, new)
         out = self._admit(state, new)
         # A fetch that waited for this push waits for nothing if the push was dropped.
         return [*out, *self._release(state), *self._start(state)]
@@ -306,12 +306,7 @@ class ShardState:
         late = state.version >= 0 if new.assign else self._late(state, coming)
         if late:
             return [self._dropped(state, new)]
-        for index, held in enumerate(state.parked):
-            if (_sender_of(held.header), held.header.sequence) == (_sender_of(coming), coming.sequence):
-                state.parked[index] = new
-                return [Supersede(held.token, state.index)]
-        state.parked.append(new)
-        return []
+        return _queue(state.parked, state, new)
 
     def _late(self, state: ChunkState, header: PushHeader) -> bool:
         if state.procedure.refuses(header):
@@ -365,6 +360,8 @@ class ShardState:
         before = state.lr if state.summed else 0.0
         rates = [before, *(one.lr for one in headers if not one.empty)]
         rate = next(filter(None, rates), 0.0)
+        if self._rule.robust is not None and len(rates) > 1:  # no sum; a minority cannot move the median
+            rate = statistics.median_low(rates[1:])
         decision = self._decisions.get(state.version)
         return Apply(
             state.index,
@@ -413,6 +410,17 @@ class ShardState:
             else:
                 state.fetches.append((terms, token))
         return out
+
+
+def _queue(waiting: list[Parked], state: ChunkState, new: Parked) -> list[Instruction]:
+    """Appends a push, or has it take over the place of the first copy of it."""
+    coming = new.header
+    for index, held in enumerate(waiting):
+        if (_sender_of(held.header), held.header.sequence) == (_sender_of(coming), coming.sequence):
+            waiting[index] = replace(held, token=new.token)
+            return [Supersede(held.token, state.index, new.token)]
+    waiting.append(new)
+    return []
 
 
 def _sender_of(header: PushHeader | FetchTerms) -> Sender:

@@ -1,4 +1,4 @@
-"""The memory of a shard and the arithmetic on it: parameters, optimizer state, named vectors."""
+"""The memory of a shard and the arithmetic on it: parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from gradstream.server.rows import RowMap
 from gradstream.server.shard.headroom import Headroom
 from gradstream.server.shard.row_store import ChangedRows
 from gradstream.wire.chunks import ChunkMap
-
-MAX_NAMED = 64
-"""Named vectors of a shard; each is as long as the shard's parameters."""
 
 
 class ShardStore:
@@ -68,42 +65,22 @@ class ShardStore:
         self._sums: Vector | None = None  # allocated for the first push that is summed
         self._sum_bounds: dict[int, float] = {}  # by chunk: a bound of the absolute values in its sum
         self._centre: Vector | None = None  # allocated for the first update that has one
-        self._named: dict[str, Vector] = {}
         self.changed = None if rows is None else ChangedRows(rows, dtype)
         self.headroom = Headroom(optimizer, grouped, dtype)
 
     # ---- vectors ------------------------------------------------------------------------
 
     def vector(self, name: str) -> Vector:
-        """A vector by name: "" for the parameters, else a state vector of the update rule, or a created one.
+        """A vector by name: "" for the parameters, else a state vector of the update rule.
 
         Raises:
             ConfigError: no vector has this name.
         """
-        vectors = {"": self.parameters, **self.state, **self._named}
+        vectors = {"": self.parameters, **self.state}
         if name not in vectors:
             known = ", ".join(sorted(vectors)[1:]) or "none"
             raise ConfigError(f"no vector {name!r} on this shard; besides the parameters: {known}")
         return vectors[name]
-
-    def create(self, name: str) -> bool:
-        """Creates a vector of zeros. Returns False if it exists; its elements stay as they are then.
-
-        Raises:
-            ConfigError: the shard has `MAX_NAMED` created vectors already.
-        """
-        if name in self._named:
-            return False
-        if len(self._named) >= MAX_NAMED:
-            raise ConfigError(
-                f"CREATE {name[:64]!r}: the shard has {MAX_NAMED} created vectors, the most allowed: DROP one first"
-            )
-        self._named[name] = self._memory.allocate(self._elems, self.dtype, name, exchanged=True)
-        return True
-
-    def drop(self, name: str) -> None:
-        """Drops a created vector; an unknown name changes nothing."""
-        self._named.pop(name, None)
 
     def span(self, vector: Vector, chunk: int) -> Span:
         """A chunk's range of a vector."""
@@ -133,6 +110,11 @@ class ShardStore:
         return self.span(self._centre, chunk)
 
     # ---- arithmetic ---------------------------------------------------------------------
+
+    @property
+    def pushed_state(self) -> tuple[str, ...]:
+        """Names of the state vectors that workers push: those of `Replace`. Other rules change their state alone."""
+        return self._optimizer.states if isinstance(self._optimizer, Replace) else ()
 
     @property
     def has_rate(self) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from gradstream.errors import NonFiniteError
 from gradstream.memory import Span
 from gradstream.model.check import length
 from gradstream.optim.groups import Piece
@@ -138,6 +139,31 @@ class Updates:
             await self._update_rows(due, rows)
         elif parts or (due.summed and due.completes):
             await self._update(due, [self._whole(due.chunk, part) for part in parts])
+
+    def blamed(self, due: Apply, error: NonFiniteError) -> NonFiniteError:
+        """The error of an update that has made an element NaN or infinite, with the pushes that it was made of.
+
+        Its culprit is the worker that asked for a larger rate than all others, or whose own push is more than half of
+        the sum; nobody where they are alike, since the model then diverges by itself.
+        """
+        pushes = list(zip(_present(due), self._weights(due), strict=True))
+        if not pushes:
+            return error
+        sizes = [abs(weight) * one.length for one, weight in pushes]
+        rates = sorted(one.lr for one, _ in pushes)
+        culprit = ""
+        if len(rates) > 1 and rates[-1] > rates[-2]:
+            culprit = next(one.sender for one, _ in pushes if one.lr == rates[-1])
+        elif max(sizes) > sum(sizes) / 2:
+            culprit = pushes[sizes.index(max(sizes))][0].sender
+        named = [
+            f"push {one.sequence} of {one.sender} (rate {one.lr:g}, length {one.length:g}, weight {weight:g})"
+            for (one, weight), _ in sorted(zip(pushes, sizes, strict=True), key=lambda pair: -pair[1])
+        ]
+        more = f", and {len(named) - 4} more" if len(named) > 4 else ""
+        return NonFiniteError(
+            f"{error}. It was made of {', '.join(named[:4])}{more}", error.traceback_text, culprit
+        )
 
     def keep_senders(self, names: Collection[str]) -> None:
         """Frees the state of the correction for all other senders."""
@@ -269,7 +295,9 @@ class Updates:
             table = DistanceTable(num_workers)
             for chunk, came in contributions.items():
                 parts: list[torch.Tensor | None] = [None] * num_workers
-                for header, part in came:
+                for header, part in reversed(
+                    came
+                ):  # of several of a worker, the first counts: see `SynchronousRound`
                     if part is not None:
                         (scale,) = self._rule.weights(header.round, [header])
                         parts[header.rank] = self._whole(chunk, part) * scale
@@ -320,7 +348,7 @@ class Updates:
         """The weight of each push that is not empty: the rule's, times the push's rate over the rate of the update."""
         headers = [held.header for held in due.update]
         weights = self._rule.weights(due.step - 1, headers) if headers else ()
-        scaled = self._store.has_rate and due.lr
+        scaled = self._store.has_rate and due.lr and self._rule.robust is None  # else all count alike
         return [
             weight * (one.lr / due.lr if scaled else 1.0)
             for weight, one in zip(weights, headers, strict=True)
