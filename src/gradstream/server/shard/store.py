@@ -12,7 +12,7 @@ from gradstream.memory import Memory, Span, Vector
 from gradstream.model.check import check_updated
 from gradstream.optim.base import Optimizer, Sums
 from gradstream.optim.groups import GroupedRule, Piece
-from gradstream.optim.merge import Add, Replace
+from gradstream.optim.merge import Add, Outer, Replace
 from gradstream.server.rows import RowMap
 from gradstream.server.shard.headroom import Headroom
 from gradstream.server.shard.row_store import ChangedRows
@@ -114,7 +114,8 @@ class ShardStore:
     @property
     def pushed_state(self) -> tuple[str, ...]:
         """Names of the state vectors that workers push: those of `Replace`. Other rules change their state alone."""
-        return self._optimizer.states if isinstance(self._optimizer, Replace) else ()
+        rule = self._optimizer.rule if isinstance(self._optimizer, Outer) else self._optimizer
+        return rule.states if isinstance(rule, Replace) else ()
 
     @property
     def has_rate(self) -> bool:
