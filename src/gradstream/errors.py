@@ -130,11 +130,13 @@ class UserCodeError(GradstreamError):
     Args:
         message: one line that names the rank and the step.
         traceback_text: the formatted traceback of the process where it happened.
+        culprit: the worker whose message is to blame, where a shard raises; "" for none.
     """
 
-    def __init__(self, message: str, traceback_text: str = "") -> None:
+    def __init__(self, message: str, traceback_text: str = "", culprit: str = "") -> None:
         super().__init__(message)
         self.traceback_text = traceback_text
+        self.culprit = culprit
 
 
 class GradientError(UserCodeError, ValueError):
@@ -142,16 +144,7 @@ class GradientError(UserCodeError, ValueError):
 
 
 class NonFiniteError(GradientError):
-    """A gradient, a loss or an update has a NaN or an infinity. Nothing of it is in the model that the run keeps.
-
-    Args:
-        message, traceback_text: see `UserCodeError`.
-        culprit: node whose message has made it so, where a shard has found it in its own parameters; "" for none.
-    """
-
-    def __init__(self, message: str, traceback_text: str = "", culprit: str = "") -> None:
-        super().__init__(message, traceback_text)
-        self.culprit = culprit
+    """A gradient, a loss or an update has a NaN or an infinity. Nothing of it is in the model that the run keeps."""
 
 
 class DataError(UserCodeError, ValueError):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
+from gradstream.server.robust import Median
 from gradstream.server.shard.instructions import Acknowledge, Apply, Instruction, Parked, Release, Supersede
 from gradstream.server.shard.state import ShardState
 from gradstream.strategies.synchronous import SynchronousRound
@@ -13,7 +14,7 @@ from gradstream.wire.window import SequenceWindow
 
 
 def contribution(
-    rank: int, sequence: int, *, number: int = 0, samples: int = 4, base_version: int = 0
+    rank: int, sequence: int, *, number: int = 0, samples: int = 4, base_version: int = 0, lr: float = 0.0
 ) -> PushHeader:
     return PushHeader(
         sender=f"worker-{rank}",
@@ -23,6 +24,7 @@ def contribution(
         samples=samples,
         round=number,
         base_version=base_version,
+        lr=lr,
     )
 
 
@@ -100,6 +102,37 @@ def test_retry_takes_the_place_of_the_parked_push() -> None:
     (apply,) = state.push(0, Parked(contribution(0, 5), "other"))
     assert isinstance(apply, Apply)
     assert [held.token for held in apply.update] == ["other", "second"]
+
+
+def test_a_retry_keeps_what_the_first_copy_said() -> None:
+    """Distances may have been measured on it; a busy chunk's queue is no exception."""
+    state = initialised(ShardState([0], SynchronousRound(2, "mean")))
+    state.push(0, Parked(contribution(1, 5, samples=3), "first"))
+    state.push(0, Parked(contribution(1, 5, samples=9), "second"))
+    (apply,) = state.push(0, Parked(contribution(0, 5), "other"))
+    assert isinstance(apply, Apply)
+    assert [held.header.samples for held in apply.update] == [1, 3]
+    assert state.push(0, Parked(contribution(1, 6, number=1), "next")) == []
+    assert state.push(0, Parked(contribution(1, 6, number=1), "again")) == [Supersede("next", 0, "again")]
+
+
+def test_the_first_push_of_a_worker_in_a_round_counts() -> None:
+    state = initialised(ShardState([0], SynchronousRound(2, "mean")))
+    state.push(0, Parked(contribution(1, 5), "first"))
+    state.push(0, Parked(contribution(1, 6), "second"))
+    (apply,) = state.push(0, Parked(contribution(0, 5), "other"))
+    assert isinstance(apply, Apply)
+    assert [held.token for held in apply.update] == ["other", "first"]
+    assert outcomes(state.applied(0))[-1] == (6, "dropped")
+
+
+def test_a_rate_of_a_robust_round_is_the_median() -> None:
+    state = initialised(ShardState([0], SynchronousRound(3, "mean", robust=Median())))
+    state.push(0, Parked(contribution(0, 5, lr=1e6), 0))
+    state.push(0, Parked(contribution(1, 5, lr=0.1), 1))
+    (apply,) = state.push(0, Parked(contribution(2, 5, lr=0.1), 2))
+    assert isinstance(apply, Apply)
+    assert apply.lr == 0.1
 
 
 def test_late_round_is_dropped_once_and_told() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
 import pytest
 
 from gradstream.optim.pass_sum import PassSum
+from gradstream.server.shard.inspection import MOST_PUSHES
 from gradstream.strategies.ssp import Clocked
+from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.wire import v1
 from shard_stub import Stub, chunk, exchange, fetch, opening, push, with_shard
 
@@ -139,3 +142,41 @@ def test_clocks_that_are_impossible() -> None:
         assert code(await exchange(stub, opening("command", leave), v1.Frame(end=v1.End()))) is None
 
     with_shard(script, rule=Clocked())
+
+
+def test_pushes_that_wait_take_no_more_memory_than_a_few() -> None:
+    """A push that waits for others holds its elements, and a worker may begin as many as it likes."""
+
+    async def script(stub: Stub) -> None:
+        await push(stub, 1, 4.0, command=v1.Push.ASSIGN)
+
+        async def later(number: int) -> v1.Code | None:
+            request = v1.Push(**{**PUSH, "sequence": number})
+            frames = [opening("push", request), chunk(1, [1.0] * 36, number), chunk(0, [1.0] * 64, number)]
+            return code(await exchange(stub, *frames))
+
+        asked = [asyncio.ensure_future(later(number)) for number in range(2, 2 + MOST_PUSHES)]
+        await asyncio.wait(asked, timeout=0.5)
+        assert not [one for one in asked if one.done()]
+        assert await later(99) == v1.OVER_LIMIT
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    with_shard(script, rule=SynchronousRound(2, "mean"))
+
+
+def test_initial_parameters_come_from_the_worker_of_the_lowest_rank() -> None:
+    async def script(stub: Stub) -> None:
+        request = v1.Push(**PUSH, command=v1.Push.ASSIGN)
+        frames = [
+            opening("push", request),
+            chunk(1, [9.0] * 36, 2),
+            chunk(0, [9.0] * 64, 2),
+            v1.Frame(end=v1.End()),
+        ]
+        assert code(await exchange(stub, *frames)) == v1.BAD_REQUEST
+
+    with_shard(script, members=[("worker-5", 9), ("worker-0", 1)])
+    with pytest.raises(AssertionError):
+        with_shard(script, members=[("worker-5", 9), ("worker-6", 1)])

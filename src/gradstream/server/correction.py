@@ -130,7 +130,8 @@ class SenderStates:
                 f"chunk {chunk} of {one.sender}: its gradient was computed on version {one.base_version}, of which "
                 "the shard has no copy any more for the correction; a strategy with a correction pushes one "
                 f"gradient for each fetch that it swaps in, and starts at most {MOST_COPIES - 1} fetches between "
-                "that fetch and the push"
+                "that fetch and the push",
+                culprit=one.sender,
             )
         if one.sender not in self._states:
             self._states[one.sender] = {

@@ -20,8 +20,8 @@ from gradstream.errors import (
     DeadlineError,
     GradstreamError,
     InternalError,
-    NonFiniteError,
     PeerLostError,
+    UserCodeError,
 )
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
@@ -260,7 +260,7 @@ class Member(Reporter):
                 error=type(error).__name__,
                 message=str(error),
                 traceback=traceback_text,
-                culprit=error.culprit if isinstance(error, NonFiniteError) else "",
+                culprit=error.culprit if isinstance(error, UserCodeError) else "",
             )
         )
         try:

@@ -158,11 +158,11 @@ class Inspection:
         counts = request.samples, request.round, request.clock, request.base_version, request.portion
         if max(counts) > MAX_COUNT:
             raise self.bad(sender, "it sends a count above 2^53")
-        if not math.isfinite(request.lr) or math.isinf(request.loss):
+        if not abs(request.lr) <= torch.finfo(self._store.dtype).max or math.isinf(request.loss):
             raise self._refused(
                 "NON_FINITE",
                 f"request of {sender}: learning rate {request.lr}, loss {request.loss}; expected "
-                "finite numbers",
+                f"finite numbers of {self._store.dtype}",
             )
 
     def _check_used(self, sender: str, request: v1.Push) -> None:

@@ -83,7 +83,7 @@ class Updates:
         sums, chunk, store, robust = self._tensor_sums, due.chunk, self._store, self._rule.robust
         if sums is None or not due.update or due.update[0].assign:
             return None
-        present, weights = _present(due), self._weights(due)
+        present, weights = _present(due), self._usable_weights(due)
 
         def gather(_: object) -> list[Piece] | None:
             gradients, scales = [self._whole(chunk, part) for part in parts], weights
@@ -196,7 +196,7 @@ class Updates:
 
     async def _update(self, due: Apply, pushed: Sequence[torch.Tensor]) -> None:
         chunk, store, summed = due.chunk, self._store, due.summed > 0
-        present, weights = _present(due), self._weights(due)
+        present, weights = _present(due), self._usable_weights(due)
         vector = present[0].vector if present else ""
         parameters = store.span(store.parameters, chunk)
         # An update that only joins the sum does not change the parameters: peers may read them in place.
@@ -319,7 +319,7 @@ class Updates:
         """Updates only the rows that the pushes contain."""
         store, changed = self._store, self._store.changed
         assert changed is not None
-        chunk, rows, weights = due.chunk, changed.rows, self._weights(due)
+        chunk, rows, weights = due.chunk, changed.rows, self._usable_weights(due)
 
         def arithmetic(_: object) -> torch.Tensor:
             total = row_sum(rows, chunk, parts, weights)
@@ -354,6 +354,13 @@ class Updates:
             for weight, one in zip(weights, headers, strict=True)
             if not one.empty
         ]
+
+    def _usable_weights(self, due: Apply) -> list[float]:
+        """The weights. Raises NonFiniteError where one is too large for the dtype: rates are too far apart."""
+        weights = self._weights(due)
+        if not all(abs(weight) <= torch.finfo(self._store.dtype).max for weight in weights):
+            raise NonFiniteError(f"update {due.step}, chunk {due.chunk}: the weight of a push has overflowed")
+        return weights
 
     def _corrected(
         self,
