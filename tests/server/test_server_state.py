@@ -111,7 +111,7 @@ def test_a_retry_keeps_what_the_first_copy_said() -> None:
     state.push(0, Parked(contribution(1, 5, samples=9), "second"))
     (apply,) = state.push(0, Parked(contribution(0, 5), "other"))
     assert isinstance(apply, Apply)
-    assert [held.header.samples for held in apply.update] == [1, 3]
+    assert [held.header.samples for held in apply.update] == [4, 3]
     assert state.push(0, Parked(contribution(1, 6, number=1), "next")) == []
     assert state.push(0, Parked(contribution(1, 6, number=1), "again")) == [Supersede("next", 0, "again")]
 
