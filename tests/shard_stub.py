@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc.aio
@@ -41,8 +41,8 @@ class Stub:
 Script = Callable[[Stub], Coroutine[Any, Any, None]]
 
 
-def with_shard(script: Script, members: Sequence[tuple[str, int]] = (), **options: Any) -> None:
-    """Runs a script against a shard with other options than these; it serves everybody if it knows no members."""
+def with_shard(script: Script, first: int = 5, **options: Any) -> None:
+    """Runs a script against a shard, which takes initial parameters of ranks up to `first`."""
 
     async def main() -> None:
         runtime = RealRuntime("shard-0")
@@ -51,8 +51,7 @@ def with_shard(script: Script, members: Sequence[tuple[str, int]] = (), **option
         config = ShardConfig(0, 1, **(usual | options))
         service = ShardService(runtime, endpoint, config)
         service.register(v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64))
-        if members:
-            service.keep_senders(members)
+        service.keep_first(first)
         await endpoint.start()
         try:
             async with grpc.aio.insecure_channel(endpoint.address) as channel:

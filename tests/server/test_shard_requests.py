@@ -177,6 +177,6 @@ def test_initial_parameters_come_from_the_worker_of_the_lowest_rank() -> None:
         ]
         assert code(await exchange(stub, *frames)) == v1.BAD_REQUEST
 
-    with_shard(script, members=[("worker-5", 9), ("worker-0", 1)])
+    with_shard(script, first=0)
     with pytest.raises(AssertionError):
-        with_shard(script, members=[("worker-5", 9), ("worker-6", 1)])
+        with_shard(script, first=5)

@@ -24,7 +24,7 @@ from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT, CODED
-from gradstream.wire.parts import part_of, role_of_part
+from gradstream.wire.parts import part_of
 
 MAX_COUNT = 1 << 53
 """Largest number of a push, a version or a clock: no run counts further."""
@@ -83,12 +83,17 @@ class Inspection:
         self._clocked = config.rule.clocked
         self._members: frozenset[Sender] | None = None
         self._stand_ins: Mapping[int, str] = {}
+        self._first = MAX_COUNT
 
     # ---- senders ------------------------------------------------------------------------
 
     def keep_senders(self, members: Collection[Sender]) -> None:
         """Sets the members of the run. Until then, every node is one."""
         self._members = frozenset(members)
+
+    def keep_first(self, rank: int) -> None:
+        """Sets the highest rank whose worker may bring initial parameters."""
+        self._first = rank
 
     def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
         """Sets who may push for which lost worker, by rank."""
@@ -181,13 +186,10 @@ class Inspection:
             raise self.bad(sender, f"some rows of arrays, where workers push whole chunks{_SAME_FILE}")
 
     def _check_first(self, opened: v1.Open) -> None:
-        """Refuses initial parameters of any but the worker of the lowest rank that is there."""
-        role = f"{role_of_part(self._part)}-"
-        ranks = [rank_of(name) for name, _ in self._members or () if name.startswith(role)]
-        lowest = min(ranks, default=0)
-        if rank_of(opened.sender) <= lowest or not ranks:
+        """Refuses initial parameters of a worker as long as one of a lower rank is there that may bring them."""
+        if rank_of(opened.sender) <= self._first:
             return
-        text = f"initial parameters of {opened.sender}; expected them of {role}{lowest}"
+        text = f"initial parameters of {opened.sender}; expected them of rank {self._first}"
         if opened.epoch > self._identity.epoch:
             raise RefusedError(
                 self._identity.name, "STALE_EPOCH", f"{text}, as far as this shard knows; try again"

@@ -221,6 +221,9 @@ class ShardNode:
             one.rank: member_name(self._config.part, rank_of(one.worker)) for one in notice.stand_ins
         }
         self._service.keep_stand_ins(stand_ins)
+        # Who has joined while the run trains fetches parameters; only of the others, the first brings them.
+        since_begin = [node.rank for node in notice.nodes if node.role == role and not node.since]
+        self._service.keep_first(min(since_begin, default=self._config.workers))
         fenced = [one for one in notice.fenced if part_of(one.sender) == self._config.part]
         before, self._members = self._members, _incarnations(notice)
         self._service.copies.members = self._members

@@ -241,6 +241,10 @@ class ShardService:
         """Sets who may push for which lost worker, by rank."""
         self._inspection.keep_stand_ins(stand_ins)
 
+    def keep_first(self, rank: int) -> None:
+        """Sets the highest rank whose worker may bring initial parameters: by default, any."""
+        self._inspection.keep_first(rank)
+
     def open(self) -> None:
         """Begins to serve."""
         self._opened.set()
