@@ -1,4 +1,4 @@
-"""The launcher of a detached run, which is a process of its own: `python -m gradstream._detached [--begin] RUN`.
+"""The launcher of a detached run, which is a process of its own: `python -P -m gradstream._detached [--begin] RUN`.
 
 In a session of its own it does what `gradstream train` does: it starts the nodes, or takes over those of a launcher
 that has died, follows them to the end, and evaluates the model; its output goes to `logs/launcher.log`. It holds the
@@ -67,7 +67,7 @@ def start_launcher(run_dir: Path, *, begin: bool) -> None:
         raise DiskError(f"{log} cannot be written: {error.strerror}; nothing was started") from error
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *(["--begin"] if begin else []), str(run_dir)],
+            [sys.executable, "-P", "-m", __name__, *(["--begin"] if begin else []), str(run_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,

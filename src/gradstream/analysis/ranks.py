@@ -20,6 +20,7 @@ from gradstream.errors import ConfigError, PeerLostError
 from gradstream.machine.description import interfaces
 from gradstream.model.base import Model
 from gradstream.run.reopen import kept_parameters, reopen
+from gradstream.run.local.link import python_environment
 from gradstream.run.result import Run, flatten
 from gradstream.transport.addresses import is_loopback
 
@@ -52,9 +53,9 @@ def full_loss(path: Path, *, checkpoint: str | None = None, workers: int = 1) ->
             dist.init_process_group("gloo", timeout=SILENCE)
         elif workers > 1:
             for rank in range(1, workers):
-                command = [sys.executable, "-m", "gradstream.analysis.ranks", str(path)]
+                command = [sys.executable, "-P", "-m", "gradstream.analysis.ranks", str(path)]
                 command += [checkpoint or "", str(rank), str(workers), folder]
-                started.append(subprocess.Popen(command))
+                started.append(subprocess.Popen(command, env=python_environment({})))
             meet(Path(folder), 0, workers)
         try:
             yield from _share(run)

@@ -1,4 +1,6 @@
-"""A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver [--door PATH] [module ...]`.
+"""A warm process that nodes are forked from.
+
+    python -P -m gradstream.run.local.forkserver [--door PATH] [--path FOLDER] [module ...]
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
 forked from one that has done it, they start in 0.05 s. The modules imported here start no threads. gRPC
@@ -13,7 +15,8 @@ command line, besides `WARM`, before it forks.
 
 Without a door, no process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process
 kills all nodes. With a door (see `door.py`), which is then its standard input, nodes go on without a launcher, and
-this process ends with the last of them. Another launcher comes in with
+this process ends with the last of them. Nodes import the user's modules from FOLDER, and nothing from the folder
+in which the command was typed. Another launcher comes in with
 
     {"keep": {...}}       what a successor has to know
     {"enter": path}       a named pipe for the replies; they begin with {"kept": {...}, "pid": n}, each node's
@@ -349,9 +352,13 @@ def main() -> None:
     door, modules = None, sys.argv[1:]
     if modules[:1] == ["--door"]:
         door, modules = Path(modules[1]), modules[2:]
+    folders: list[str] = []
+    if modules[:1] == ["--path"]:
+        folders, modules = [modules[1]], modules[2:]
     server = _Server(orders, replies, door)
     for name in (*WARM, *modules):
         importlib.import_module(name)
+    sys.path[:0] = folders  # not before: a user's `logging.py` is none for the standard library
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page of these modules
     server.serve()

@@ -34,6 +34,17 @@ def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **environment, "PYTHONPATH": path}
 
 
+def users_folder() -> str | None:
+    """The folder from which this process imports the user's modules: that of the script, or of `python -m`.
+
+    None where the process is one of gradstream's own: the folder in which somebody has typed a command is not meant.
+    """
+    main = sys.modules["__main__"]
+    name, file = getattr(main.__spec__, "name", ""), getattr(main, "__file__", "") or ""
+    ours = name.partition(".")[0] == "gradstream" or Path(file).parent == Path(sys.executable).parent
+    return None if ours or sys.flags.safe_path or not sys.path else os.path.abspath(sys.path[0])
+
+
 @dataclass(eq=False)
 class ForkserverLink:
     """The pipes to a forkserver.
@@ -80,8 +91,9 @@ class ForkserverLink:
         with open(log, "ab") as output:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "gradstream.run.local.forkserver"),
+                    *(sys.executable, "-P", "-m", "gradstream.run.local.forkserver"),
                     *(() if door is None else ("--door", str(door))),
+                    *(() if (folder := users_folder()) is None else ("--path", folder)),
                     *modules,
                 ],
                 stdin=subprocess.PIPE if ends is None else ends[0],

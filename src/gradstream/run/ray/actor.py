@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gradstream._version import __version__
 from gradstream.job.sources import sha256_of
+from gradstream.run.local.link import python_environment
 
 OWN_FOLDER = "{own}"
 """A word in the place of a folder that the actor makes, for each of its processes another one."""
@@ -116,8 +117,7 @@ class RayNode:
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [
-                    sys.executable,
-                    "-m",
+                    *(sys.executable, "-P", "-m"),
                     "gradstream.run.ray.process",
                     str(os.getpid()),
                     *(own if word == OWN_FOLDER else word for word in words),
@@ -126,7 +126,7 @@ class RayNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env=python_environment(environment),
             )
             status = self._process.wait()
         with log.open("rb") as written:

@@ -1,0 +1,100 @@
+"""What processes of a run import: the user's modules from where they are meant, nothing from where a command is typed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHADOWS = ("logging", "html", "types", "random", "secrets", "sqlite3", "selectors", "email")
+"""Modules of the standard library that users' folders have files of, by accident or not."""
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import gradstream as gs
+from helpers_of_mine import SCALE
+
+def gradients(p, x, y):
+    error = x @ p["w"] - y
+    return float(error @ error), {"w": SCALE * error @ x}
+
+model = gs.from_functions(lambda seed: {"w": np.zeros(3)}, lambda p, x: x @ p["w"], gradients)
+data = gs.from_arrays(np.ones((16, 3)), np.ones(16))
+run = gs.train(model, data, strategy="synchronous", workers=2, batch_size=4, epochs=1, run_dir=sys.argv[1])
+print("trained", run.summary["samples_accounted"])
+"""
+
+
+def shadowed(folder: Path) -> Path:
+    """A folder with files of these names, which leave a mark when they are imported."""
+    folder.mkdir()
+    for name in SHADOWS:
+        (folder / f"{name}.py").write_text(f"open({str(folder / name)!r}, 'w').close()\n")
+    return folder
+
+
+def marks(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name in SHADOWS)
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+@pytest.mark.cold
+def test_nothing_is_imported_from_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> None:
+    elsewhere, source = shadowed(tmp_path / "elsewhere"), tmp_path / "mine.py"
+    (tmp_path / "helpers_of_mine.py").write_text("SCALE = 2.0\n")
+    source.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-P", str(source), str(tmp_path / "run")],
+        cwd=elsewhere,
+        env={**environment(), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained 16" in done.stdout
+    assert not marks(elsewhere)
+
+
+@pytest.mark.cold
+def test_a_script_finds_the_modules_beside_it_from_any_folder(tmp_path: Path) -> None:
+    elsewhere, folder = shadowed(tmp_path / "elsewhere"), tmp_path / "project"
+    folder.mkdir()
+    (folder / "helpers_of_mine.py").write_text("SCALE = 2.0\n")
+    (folder / "mine.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(folder / "mine.py"), str(tmp_path / "run")],
+        cwd=elsewhere,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not marks(elsewhere)
+
+
+@pytest.mark.cold
+def test_a_module_of_a_package_that_runs_as_main_finds_its_package(tmp_path: Path) -> None:
+    package = tmp_path / "project" / "mypackage"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "helpers.py").write_text("SCALE = 2.0\n")
+    (package / "train.py").write_text(SCRIPT.replace("from helpers_of_mine", "from mypackage.helpers"))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypackage.train", str(tmp_path / "run")],
+        cwd=tmp_path / "project",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
