@@ -1,4 +1,4 @@
-"""What processes of a run import: the user's modules from where they are meant, nothing from where a command is typed."""
+"""What processes of a run import: the user's modules from where they are meant, none from where a command is typed."""
 
 from __future__ import annotations
 

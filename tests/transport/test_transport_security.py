@@ -388,3 +388,15 @@ def test_a_certificate_that_has_expired_makes_no_connection(monkeypatch: pytest.
         expired = old.issue("worker-0")
     with pytest.raises(PeerLostError, match="coordinator: "):
         call(endpoint("worker-0", expired), endpoint("coordinator", old.issue("coordinator")))
+
+
+@pytest.mark.parametrize(("shift", "what"), [("LIFE", "has expired"), ("SKEW", "is not valid yet")])
+def test_a_clock_that_is_days_off_is_named(shift: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, shift, -datetime.timedelta(days=3))
+    other = CertificateAuthority()
+    with pytest.raises(
+        PeerLostError, match=f"its certificate {what} by the clock of this machine, which shows 20"
+    ):
+        call(
+            endpoint("worker-0", other.issue("worker-0")), endpoint("coordinator", other.issue("coordinator"))
+        )

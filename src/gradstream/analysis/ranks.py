@@ -19,8 +19,8 @@ from gradstream.checkpoint.model_file import load_file
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.machine.description import interfaces
 from gradstream.model.base import Model
-from gradstream.run.reopen import kept_parameters, reopen
 from gradstream.run.local.link import python_environment
+from gradstream.run.reopen import kept_parameters, reopen
 from gradstream.run.result import Run, flatten
 from gradstream.transport.addresses import is_loopback
 

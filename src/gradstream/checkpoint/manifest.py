@@ -30,6 +30,10 @@ STATE = "state.json"
 _SEAL = b'{"sha256": "%s",\n'
 _SEAL_BYTES = len(_SEAL % (64 * b"0"))
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+MAX_COUNT = 1 << 53
+_NO_COUNTS = frozenset({"seed", "model", "versions", "done", "evaluated"})
+"""Entries with numbers that are no counts, or that are checked elsewhere. A chunk without parameters has version -1."""
+
 MAX_BYTES, MAX_VALUES = 64 << 20, 8 << 20
 """Limits of `state.json`, which has a number for each chunk: some millions at most."""
 
@@ -173,6 +177,8 @@ class Manifest:
                     "use the version that wrote the checkpoint"
                 )
             check_record(cls, {**record, "done": {"epochs": 0}})
+            for name in record.keys() - _NO_COUNTS:
+                _check_counts(name, record[name])
             record["done"] = DataProgress.of_json(record["done"])
             record["files"] = {_checked(name): FileEntry(**entry) for name, entry in record["files"].items()}
             if record["evaluated"] is not None:
@@ -188,6 +194,19 @@ class Manifest:
 def seal_of(body: bytes) -> bytes:
     """Returns the first line of a `state.json` whose other lines are `body`."""
     return _SEAL % hashlib.sha256(body).hexdigest().encode()
+
+
+def _check_counts(name: str, value: Any) -> None:
+    """Raises DataError for a number in an entry that counts nothing: below 0, or above what any run counts to."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            _check_counts(name, one)
+    elif isinstance(value, int) and not 0 <= value <= MAX_COUNT:
+        raise DataError(
+            f"{STATE} has {name} {value}, expected 0 to {MAX_COUNT}: it was altered; resume from another checkpoint"
+        )
 
 
 def _checked(name: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from gradstream.checkpoint.format import MAX_HEADER_BYTES
-from gradstream.untrusted import parse_json
+from gradstream.untrusted import open_regular, parse_json
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -39,8 +39,8 @@ def load(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
 
 def load_file(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Loads a file from disk as `load` does. Also raises OSError."""
-    tensors = safetensors.numpy.load_file(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
+        tensors = safetensors.numpy.load_file(path)
         return _in_order(tensors, file.read(_header_bytes(file.read(8))))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.errors import ConfigError
-from gradstream.untrusted import parse_json, parse_toml
+from gradstream.untrusted import parse_json, parse_toml, read_regular
 
 MAX_BYTES, MAX_DEPTH = 16 << 20, 32
 
@@ -37,7 +37,7 @@ def read_record(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or does not hold a JSON object.
     """
     try:
-        found = parse_json(path.read_bytes(), max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
+        found = parse_json(read_regular(path), max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -50,7 +50,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def read_config(path: Path) -> str:
     """Reads the text of a `config.toml`; "" without a file. Raises ConfigError if it is not TOML."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
         parse_toml(text)
     except FileNotFoundError:
         return ""

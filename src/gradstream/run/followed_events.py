@@ -17,7 +17,7 @@ from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
 from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.event_lines import MAX_LINE_BYTES, EventLines
 from gradstream.telemetry.events import Event, ExitedEvent, encode
-from gradstream.untrusted import say
+from gradstream.untrusted import open_regular, say
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 
@@ -78,7 +78,7 @@ class FollowedEvents:
     def read(self) -> None:
         """Reads the events that were written since the last call."""
         try:
-            with open(self._path, "rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self.read_bytes)
                 while self._read_piece(file.read(PIECE_BYTES)):
                     file.seek(self.read_bytes)

@@ -10,15 +10,24 @@ from itertools import accumulate
 from pathlib import Path
 
 from gradstream.runtime.base import Buffer
+from gradstream.untrusted import open_regular, read_regular
 
 REMOVE_TRIES = 8
+
+
+def private_folder(path: Path) -> None:
+    """Makes a folder that only its owner may enter, with its parents; one that is there stays as it is."""
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 class DiskStorage:
     """Files below a directory.
 
     Args:
-        root: the run directory. Folders in it are made when a file in them is written.
+        root: the run directory, which only its owner may enter if it is made here. Folders in it are made when a file
+            in them is written.
         durable: whether written files survive a power cut; False is faster, for a trial whose files are removed.
     """
 
@@ -30,7 +39,7 @@ class DiskStorage:
     def write(self, path: str, data: bytes) -> None:
         """Replaces the file atomically: after a crash it has its old or its new content."""
         target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self.mkdir(os.path.dirname(path))
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
@@ -46,7 +55,7 @@ class DiskStorage:
     def append(self, path: str, *records: bytes) -> int:
         """See `Storage.append`. Records of several writers do not mix."""
         target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self.mkdir(os.path.dirname(path))
         data = memoryview(b"".join(records))
         with open(target, "ab", buffering=0) as file:
             self._cut_torn(file.fileno(), path)
@@ -78,7 +87,7 @@ class DiskStorage:
 
     def read(self, path: str) -> bytes:
         """The whole file."""
-        return (self.root / path).read_bytes()
+        return read_regular(self.root / path)
 
     def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
         """See `Storage.patch`."""
@@ -95,7 +104,7 @@ class DiskStorage:
 
     def read_at(self, path: str, offset: int, size: int) -> bytes:
         """See `Storage.read_at`."""
-        with open(self.root / path, "rb", buffering=0) as file:
+        with open_regular(self.root / path) as file:
             parts = []
             while size > 0 and (part := os.pread(file.fileno(), size, offset)):
                 parts.append(part)
@@ -115,6 +124,7 @@ class DiskStorage:
 
     def mkdir(self, folder: str) -> None:
         """Makes a folder, with its parents."""
+        private_folder(self.root)
         (self.root / folder).mkdir(parents=True, exist_ok=True)
 
     def sync(self, folder: str) -> None:

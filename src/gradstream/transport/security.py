@@ -117,6 +117,11 @@ class Shown:
 _read: dict[bytes, Shown] = {}
 
 _SIGNS = (
+    (
+        "certificate has expired",
+        "its certificate has expired by the clock of this machine, which shows {now}",
+    ),
+    ("not yet valid", "its certificate is not valid yet by the clock of this machine, which shows {now}"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate was not signed by this run's authority"),
     ("BAD_SIGNATURE", "its certificate was not signed by this run's authority"),
     ("UNKNOWN_CA", "it does not know the authority that has signed this node's certificate"),
@@ -130,5 +135,9 @@ def explain(details: str) -> str:
     """The message of gRPC about a failed connection, with an explanation where certificates are the cause."""
     for sign, meaning in _SIGNS:
         if sign.lower() in details.lower():
-            return f"{meaning}. {details}"
+            now = datetime.datetime.now(datetime.UTC)
+            clock = "; set the clocks of both machines (`timedatectl`), and begin the run anew" * (
+                "{now}" in meaning
+            )
+            return f"{meaning.format(now=f'{now:%Y-%m-%d %H:%M} UTC')}{clock}. {details}"
     return details

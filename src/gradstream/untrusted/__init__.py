@@ -4,7 +4,7 @@ Other nodes, other machines, strangers on the network and files on a disk may co
 of this package turn input into a checked value or into one typed error, in bounded memory.
 """
 
-from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml
+from gradstream.untrusted.documents import DocumentError, open_regular, parse_json, parse_toml, read_regular
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import LINE_BYTES, TEXT_BYTES, counted, escaped, say
 
@@ -17,7 +17,9 @@ __all__ = [
     "check_value",
     "counted",
     "escaped",
+    "open_regular",
     "parse_json",
     "parse_toml",
+    "read_regular",
     "say",
 ]

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from gradstream.errors import InternalError
 from gradstream.run.local.link import ForkserverLink
+from gradstream.runtime.storage import private_folder
 
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.script:main"
 """Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
@@ -30,7 +31,8 @@ class Cluster(ABC):
     """
 
     def __init__(self, logs: Path) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
+        private_folder(logs.parent)
+        logs.mkdir(exist_ok=True)
         self.logs = logs
         self.running: dict[str, int] = {}
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

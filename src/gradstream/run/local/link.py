@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from gradstream.errors import DeadlineError, InternalError
 from gradstream.run.local.door import make_pipe, open_reader, open_writer
+from gradstream.run.remote.address import TOKEN
 
 OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
 """Modules of the nodes of a run with servers."""
@@ -28,10 +29,14 @@ ANSWER_S = 30.0
 
 
 def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a Python process that finds this package: our own with other values of some variables."""
+    """The environment of a Python process that finds this package: our own with other values of some variables.
+
+    Without the token of runs on several machines: this process has it, and no other one needs it.
+    """
     source = str(Path(__file__).resolve().parents[3])  # the folder of the package
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **environment, "PYTHONPATH": path}
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
+    return {**inherited, **environment, "PYTHONPATH": path}
 
 
 def users_folder() -> str | None:

@@ -1,0 +1,114 @@
+"""Files of a run directory that are no files, or not what a run has written; and who may look at them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradstream.checkpoint.manifest import Manifest, seal_of
+from gradstream.checkpoint.model_file import load_file
+from gradstream.data.progress import DataProgress
+from gradstream.errors import ConfigError, DataError
+from gradstream.run.files import read_config, read_record
+from gradstream.run.local.link import python_environment
+from gradstream.runtime.storage import DiskStorage
+from gradstream.untrusted import documents, read_regular
+
+MANIFEST = Manifest(
+    step=4,
+    rounds=4,
+    steps={"worker-0": 4},
+    done=DataProgress(),
+    versions=[4, -1],
+    model={"fingerprint": 1 << 63},
+    optimizer="SGD",
+    strategy="synchronous",
+    seed=-3,
+    workers=1,
+    servers=1,
+    num_samples=16,
+    software="0",
+    samples={"worker-0": 16},
+    dropped={"0": 1},
+)
+
+
+@pytest.mark.limit_s(20)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_only_looks_like_a_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    """A pipe without a writer would be waited for, for ever."""
+    path = tmp_path / "state.json"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case _:
+            path.mkdir()
+    storage = DiskStorage(tmp_path)
+    for read in (
+        lambda: read_regular(path),
+        lambda: storage.read("state.json"),
+        lambda: storage.read_at("state.json", 0, 8),
+        lambda: load_file(path),
+    ):
+        with pytest.raises(OSError, match="no regular file"):
+            read()
+    for refuse in (read_record, read_config):
+        with pytest.raises(ConfigError, match="no regular file"):
+            refuse(path)
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "FILE_BYTES", 10)
+    (tmp_path / "long").write_bytes(bytes(11))
+    with pytest.raises(OSError, match="11 bytes, expected at most 10"):
+        read_regular(tmp_path / "long")
+
+
+@pytest.mark.parametrize(
+    "altered",
+    [
+        {"rounds": -5},
+        {"step": 1 << 60},
+        {"workers": -1},
+        {"steps": {"worker-0": -1}},
+        {"samples": {"worker-0": -16}},
+        {"shares": [4, -4]},
+        {"phase": {"number": -1}},
+        {"files": {"model.safetensors": {"size_bytes": -1, "sha256": "0"}}},
+    ],
+)
+def test_counts_that_are_impossible_are_refused(altered: dict[str, Any]) -> None:
+    assert Manifest.decode(MANIFEST.encode()) == MANIFEST
+    record = json.loads(MANIFEST.encode()) | altered
+    del record["sha256"]
+    body = json.dumps(record, indent=1).encode()[2:] + b"\n"
+    with pytest.raises(DataError, match=f"{next(iter(altered))} .*expected 0 to"):
+        Manifest.decode(seal_of(body) + body)
+
+
+def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        DiskStorage(tmp_path / "runs" / "one").append("events.jsonl", b"{}\n")
+        DiskStorage(tmp_path / "runs" / "two").write("checkpoints/step-1/state.json", b"")
+        DiskStorage(tmp_path / "runs" / "three").mkdir("checkpoints")
+    finally:
+        os.umask(before)
+    for name in ("one", "two", "three"):
+        assert stat.S_IMODE((tmp_path / "runs" / name).stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o755
+
+
+def test_nodes_do_not_inherit_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSTREAM_TOKEN", "0123456789abcdef")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environment = python_environment({"A": "1"})
+    assert "GRADSTREAM_TOKEN" not in environment
+    assert environment["A"] == "1" and environment["OMP_NUM_THREADS"] == "3"
