@@ -30,6 +30,10 @@ from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.job.files import load_job
+from gradstream.server.aggregation import EveryPush, PushHeader
+from gradstream.server.shard.estates import PushEstates
+from gradstream.server.shard.instructions import Parked
+from gradstream.server.shard.state import ShardState
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart
@@ -174,6 +178,43 @@ def test_what_cannot_be_told_is_unknown(calls: list[Any], steps: int) -> None:
         take(0, *call)
     ledger.ended(0, steps, 0, steps)
     assert [loss.missing for loss in ledger.losses()] == [None]
+
+
+def test_what_the_shards_have_is_no_loss() -> None:
+    """A worker that was stopped before it died has pushed more than it could report."""
+    ledger, take = lone()
+    epoch = Epoch(0, 0)
+    assert take(0, epoch, 0, 3, (6, 5), 2, 0) == Block(epoch, 1, 2, 2)
+    ledger.pushed(1, "shard-0", 3, 2)
+    assert [(loss.steps, loss.missing, loss.twice) for loss in ledger.losses()] == [(1, 3, 0)]
+    ledger.pushed(1, "shard-1", 4, 2)  # a push that was torn: not all of it is in the model
+    for step in range(4):
+        ledger.receipt(BatchRef(0, 0, step), 0)
+    assert [(loss.steps, loss.missing, loss.twice) for loss in ledger.losses()] == [(3, 0, 1)]
+    assert take(0, epoch, 0, 4, (6, 5), 2, 0) is None
+
+
+def test_shards_count_the_gradients_of_who_has_left() -> None:
+    """Those that every chunk has, once nothing of the sender is on its way; initial parameters are no gradient."""
+    state = ShardState([0, 1], EveryPush())
+    reports: list[v1.Estate] = []
+    estates = PushEstates(state, counts=True)
+    estates.on_report = reports.append
+
+    def push(chunk: int, sequence: int, *, assign: bool = False) -> None:
+        header = PushHeader("worker-1", 1, 7, sequence, 4, num_gradients=1 if assign else 2)
+        state.push(chunk, Parked(header, object(), assign))
+        state.applied(chunk)
+
+    for chunk in (0, 1):
+        push(chunk, 1, assign=True)
+        push(chunk, 2)
+    push(0, 3)
+    state.keep_senders({("worker-0", 1)})
+    estates.report()
+    assert [(one.sender, one.incarnation, one.gradients) for one in reports] == [("worker-1", 7, 2)]
+    estates.report()
+    assert len(reports) == 1
 
 
 def test_what_a_second_lost_worker_had_taken_over_goes_to_a_third() -> None:

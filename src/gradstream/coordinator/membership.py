@@ -337,6 +337,7 @@ class Membership:
     def _settle(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
         """Takes what is known of the pushes of lost workers; a snapshot waits for that."""
         if self.estates is None:
+            self.progress.pushed(who, beat.estates, self.nodes.num_servers)
             return []
         out = [one for report in beat.estates for one in self.estates.report(who, report)]
         out += [one for done in beat.redone for one in self.estates.redone(who, done)]

@@ -13,7 +13,7 @@ from gradstream.coordinator.receipts import ref_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import RefusedError
-from gradstream.transport.methods import role_of
+from gradstream.transport.methods import worker_rank
 from gradstream.wire import v1
 
 MAX_COUNT = 1 << 53
@@ -104,12 +104,14 @@ class MessageChecks:
 
     def _check_of_shards(self, node: v1.Node, beat: v1.Beat) -> None:
         culprit = beat.failure.culprit
-        if culprit and (node.role != "shard" or role_of(culprit) not in ("worker", "part")):
+        if culprit and (node.role != "shard" or worker_rank(culprit) is None):
             raise _impossible(node.name, "only shards blame others for a failure, and they blame workers")
         if (beat.estates and node.role != "shard") or (beat.redone and node.role == "shard"):
             raise _impossible(node.name, "only shards report estates, and only workers redo pushes")
         if (beat.backed_up or beat.HasField("resharded")) and node.role != "shard":
             raise _impossible(node.name, "only shards have backups, or get chunks of others")
+        if any(worker_rank(one.sender) is None or one.gradients > MAX_COUNT for one in beat.estates):
+            raise _impossible(node.name, "an estate; expected those of workers, with up to 2^53 gradients")
         names = (name for estate in beat.estates for push in estate.pushes for name in push.batches)
         for ref in map(ref_of, names):
             if not self._ledger.knows(ref, node.rank):

@@ -12,6 +12,7 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import LostSamples, OpenLedger
 from gradstream.data.reassignment import Epoch
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
+from gradstream.transport.methods import worker_rank
 from gradstream.wire import v1
 
 
@@ -201,6 +202,13 @@ class SampleProgress:
             dropped=sum(self.dropped.values()),
         )
 
+    def pushed(self, shard: str, estates: Iterable[v1.Estate], num_shards: int) -> None:
+        """Takes what a shard has of lost workers that bring data of their own: see `OpenLedger.pushed`."""
+        for estate in estates if isinstance(self.ledger, OpenLedger) else ():
+            rank = worker_rank(estate.sender)
+            assert rank is not None and isinstance(self.ledger, OpenLedger)  # it was checked
+            self.ledger.pushed(rank, shard, estate.gradients, num_shards)
+
     def _epoch(self, epoch: int) -> LedgerEvent:
         samples = self.ledger.samples(epoch)
         return LedgerEvent(
@@ -236,4 +244,6 @@ def _loss(loss: LostSamples) -> LeftOverEvent:
         text = (
             f"{lost}. Not in the model: {left}; the others were through with theirs, or had gone on too far"
         )
+    if loss.twice:
+        text += f". {loss.twice:,} minibatch{'es' * (loss.twice > 1)} of it may count twice: others had taken them over"
     return LeftOverEvent(who=who, steps=loss.steps, missing=loss.missing, message=text)

@@ -49,11 +49,13 @@ class LostSamples:
         rank: rank of the worker.
         steps: number of its steps in the model.
         missing: number of minibatches of its part that are not in the model; None if unknown.
+        twice: number of its minibatches that others had taken over although they were in the model.
     """
 
     rank: int
     steps: int
     missing: int | None
+    twice: int = 0
 
 
 class OpenLedger:
@@ -78,6 +80,10 @@ class OpenLedger:
         self._rounds = rounds
         self._dropped = 0
         self.reassignment = Reassignment(self._sequences)
+        self._pushed: dict[
+            int, dict[str, int]
+        ] = {}  # by rank of a lost worker and shard: gradients that it has
+        self._twice: dict[int, int] = {}  # by rank
         self._last_round = -1  # the last round to which a worker without data was told
 
     num_complete = 0
@@ -160,13 +166,33 @@ class OpenLedger:
         self.reassignment.lost(rank)
         return 0
 
+    def pushed(self, rank: int, shard: str, gradients: int, num_shards: int) -> None:
+        """Takes a shard's word of how many gradients of a lost worker it has. The word of all counts as receipts.
+
+        A worker that was stopped before it died may have pushed what it could not report. What others have taken over
+        by then counts twice.
+
+        Args:
+            rank: rank of the worker.
+            shard: name of the shard.
+            gradients: number of gradients that all its chunks have: the worker's first ones.
+            num_shards: number of shards of the run.
+        """
+        sequence, known = self._sequences[rank], self._pushed.setdefault(rank, {})
+        known[shard] = min(gradients, sequence.count + MAX_AHEAD)
+        if not sequence.lost or len(known) < num_shards:
+            return
+        for step in range(sequence.low, min(known.values())):
+            if sequence.add(step) and self.reassignment.handed_out(rank, step):
+                self._twice[rank] = self._twice.get(rank, 0) + 1
+
     def losses(self) -> list[LostSamples]:
         """The samples of lost workers that had not finished their parts; none in rounds."""
         if self._rounds:
             return []
         lost = [(rank, sequence) for rank, sequence in enumerate(self._sequences) if sequence.lost]
         return [
-            LostSamples(rank, sequence.count, self.reassignment.missing(rank))
+            LostSamples(rank, sequence.count, self.reassignment.missing(rank), self._twice.get(rank, 0))
             for rank, sequence in lost
             if sequence.total is None or sequence.low < sequence.total
         ]

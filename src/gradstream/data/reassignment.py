@@ -154,6 +154,14 @@ class Reassignment:
             self._num_free(epoch, rank) for epoch in self._sizes
         )
 
+    def handed_out(self, rank: int, step: int) -> bool:
+        """Whether another worker has taken over a step of a lost one."""
+        return any(
+            self._range(epoch, rank)[0] <= step < after
+            for (epoch, of), after in self._next.items()
+            if of == rank
+        )
+
     def ended(self, rank: int, steps: int) -> None:
         """Notes that a worker's loop has ended, after so many steps."""
         loop = self._loops[rank]

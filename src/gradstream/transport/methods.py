@@ -23,6 +23,12 @@ def role_of(name: str) -> str:
     return name.partition("-")[0].rstrip("0123456789")
 
 
+def worker_rank(name: str) -> int | None:
+    """The rank of a worker, or of another process of its replica; None for a name that is neither."""
+    rank = name.partition("-")[2]
+    return int(rank) if role_of(name) in ("worker", "part") and rank.isdecimal() and len(rank) < 8 else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One method.

@@ -969,16 +969,18 @@ class Beat(_message.Message):
     def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
 
 class Estate(_message.Message):
-    __slots__ = ("sender", "incarnation", "chunks", "pushes")
+    __slots__ = ("sender", "incarnation", "chunks", "pushes", "gradients")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     sender: str
     incarnation: int
     chunks: int
     pushes: _containers.RepeatedCompositeFieldContainer[KeptPush]
-    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., chunks: _Optional[int] = ..., pushes: _Optional[_Iterable[_Union[KeptPush, _Mapping]]] = ...) -> None: ...
+    gradients: int
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., chunks: _Optional[int] = ..., pushes: _Optional[_Iterable[_Union[KeptPush, _Mapping]]] = ..., gradients: _Optional[int] = ...) -> None: ...
 
 class KeptPush(_message.Message):
     __slots__ = ("sequence", "batches", "applied")

@@ -35,14 +35,18 @@ class PushEstates:
 
     Args:
         state: the state machine of the chunks.
+        counts: whether to report how many gradients of a lost worker are in the chunks, where its pushes name no
+            minibatches: a user's own loop does not know whose samples the others compute again.
 
     Attributes:
         on_report: called with the estate of each lost worker, once.
     """
 
-    def __init__(self, state: ShardState) -> None:
+    def __init__(self, state: ShardState, *, counts: bool = False) -> None:
         self.on_report: Callable[[v1.Estate], None] = lambda estate: None
         self._state = state
+        self._counts = counts
+        self._named: set[Sender] = set()  # whose pushes name their minibatches
         self._kept: dict[Sender, _Kept] = {}
         self._heirs: dict[Sender, dict[int, str]] = {}  # of lost workers, by number of a torn push
         self._reported: set[Sender] = set()
@@ -56,6 +60,7 @@ class PushEstates:
         """Keeps the minibatches of a push that begins, and frees those that the coordinator has receipts of."""
         if not push.batches:
             return
+        self._named.add(sender)
         kept = self._kept.get(sender, _Kept())
         while kept.pushes and (oldest := next(iter(kept.pushes))) <= push.settled:
             kept.forget(oldest)
@@ -103,6 +108,14 @@ class PushEstates:
             if sender not in self._reported and self._state.withdraw(sender):
                 self._reported.add(sender)
                 self.on_report(self._estate_of(sender))
+        for sender, gradients in self._state.departed().items():
+            if self._counts and sender not in self._named:
+                name, incarnation = sender
+                chunks = len(self._state.chunks)
+                self.on_report(
+                    v1.Estate(sender=name, incarnation=incarnation, chunks=chunks, gradients=gradients)
+                )
+            self._named.discard(sender)
 
     def _estate_of(self, sender: Sender) -> v1.Estate:
         kept, state = self._kept.pop(sender, _Kept()), self._state

@@ -152,7 +152,7 @@ class ShardService:
         notifier = WaitNotifier(runtime, config.waiting_every_s, state)
         self._inspection = inspection
         pacer = PushPacer() if config.rule.paced else None
-        self.estates = PushEstates(state)
+        self.estates = PushEstates(state, counts=not config.rule.by_round)
         self.executor.on_freed = self.estates.report
         self.copies = self._make_copies(optimizer)
         self._pushes = PushHandler(

@@ -21,6 +21,7 @@ window are their special case of one writer per clock entry).
 from __future__ import annotations
 
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -60,6 +61,7 @@ class ChunkState:
     arrivals: list[Parked] = field(default_factory=list)  # arrived while the chunk was busy
     fetches: list[tuple[FetchTerms, Token]] = field(default_factory=list)
     windows: dict[Sender, SequenceWindow] = field(default_factory=dict)
+    gradients: Counter[Sender] = field(default_factory=Counter)  # of each sender, how many are in the chunk
     procedure: ChunkProcedure = field(
         default_factory=ChunkProcedure
     )  # portions are taken where there are passes
@@ -110,6 +112,9 @@ class ShardState:
         self._lingering: dict[
             int, set[Sender]
         ] = {}  # by chunk: senders that left before their pushes were applied
+        self._departed = defaultdict[Sender, list[int]](
+            list
+        )  # of senders that have left, by chunk: see `departed`
         self.chunks = {chunk: ChunkState(chunk) for chunk in chunks}
         self.clocks = Clocks(self.chunks, workers)
 
@@ -163,6 +168,8 @@ class ShardState:
             done = parked.header
             self._window_of(state, done).add(done.sequence)
             state.procedure.take(done)
+            if not (parked.assign or done.redone or done.vector):
+                state.gradients[_sender_of(done)] += done.num_gradients
             if done.clock and (not self._members or _sender_of(done) in self._members):
                 self.clocks.advance(chunk, done.rank, done.clock)
         state.committed = True
@@ -221,6 +228,17 @@ class ShardState:
         """Names of senders that have left, and whose pushes are not all applied."""
         return {name for senders in self._lingering.values() for name, _ in senders}
 
+    def departed(self) -> dict[Sender, int]:
+        """Number of gradients in every chunk, of each sender whose state was freed since the last call."""
+        whole = {
+            sender: min(counts)
+            for sender, counts in self._departed.items()
+            if len(counts) == len(self.chunks)
+        }
+        for sender in whole:
+            del self._departed[sender]
+        return whole
+
     def withdraw(self, sender: Sender) -> bool:
         """Drops pushes of a sender that has left which the rule does not take without others.
 
@@ -242,6 +260,7 @@ class ShardState:
         kept = lingering | self._members | self._fenced
         for gone in [one for one in state.windows if one not in kept]:
             del state.windows[gone]
+            self._departed[gone].append(state.gradients.pop(gone, 0))
         if lingering:
             self._lingering[state.index] = lingering
         else:
