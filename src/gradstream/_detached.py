@@ -172,6 +172,7 @@ def _nodes(
     run_dir: Path, record: LauncherRecord, begin: bool
 ) -> tuple[RunPlan, LocalCluster | None, Credentials]:
     """The plan of the run, and its forkserver: a new one, or the one that is there; None if it has ended."""
+    from gradstream.job.code import run_kept
     from gradstream.run.local import LocalCluster
     from gradstream.run.local.environment import node_environment
     from gradstream.run.local.link import ForkserverLink
@@ -183,6 +184,7 @@ def _nodes(
         os.chdir(record.folder)
     spec, logs, door = spec_of_run(run_dir), run_dir / "logs", run_dir / DOOR
     sys.argv[:] = spec.argv
+    run_kept(run_dir)
     plan = spec.plan(replace(spec.load_again(), run_dir=run_dir))
     credentials = Credentials(new_secret())
     shards = plan.most_servers > 0

@@ -13,6 +13,7 @@ from gradstream._train import check_detached, launch
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
+from gradstream.job.code import COPY, changed, kept_code, users_code
 from gradstream.job.job import Job, Pipeline, is_script, spread_out
 from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
@@ -39,7 +40,7 @@ from gradstream.untrusted import say
 
 
 class ResumeOptions(TypedDict, total=False):
-    """Fields of the job that a resumed run may change. Seed, model and data stay as they were."""
+    """Fields of the job that a resumed run may change. Seed, model, data and code stay as they were."""
 
     workers: int
     servers: int
@@ -58,6 +59,7 @@ class ResumeOptions(TypedDict, total=False):
     keep_best: bool
     device: str
     allow_lost: bool
+    allow_changed: bool
     deadlines: Deadlines
 
 
@@ -93,8 +95,8 @@ def resume(
         The run, with the events of all its parts.
 
     Raises:
-        ConfigError: this is no run directory, a file in it is damaged, or nothing is left to do. Nothing
-            was started.
+        ConfigError: this is no run directory, a file in it is damaged, nothing is left to do, or code or data are
+            not those of before and `allow_changed` does not allow it. Nothing was started.
         DataError: this run goes on already; or every checkpoint is damaged: the message names each file.
         Interrupted: the run was stopped again.
         GradstreamError: as in `train`.
@@ -115,6 +117,7 @@ def resume(
     job = dataclasses.replace(job, name=job.name or info.get("name"))
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
+    _check_unchanged(path, job, given=given)
     if listen is not None:
         if "workers" not in options:
             total = listen.machines * listen.workers_per_machine
@@ -165,6 +168,20 @@ def _check_ended(path: Path) -> None:
             f"{path} goes on: processes of it are left; `gradstream attach` shows its progress, and `gradstream stop` "
             "ends it"
         )
+
+
+def _check_unchanged(path: Path, job: Job, *, given: bool) -> None:
+    """Raises ConfigError if code is not that of before; says so where that is allowed, or the caller gave the job."""
+    edited = ", ".join(map(str, changed(kept_code(path), users_code(job.spec))))
+    if not edited:
+        return
+    told = f"edited since {path} has begun: {edited}"
+    if not (job.allow_changed or given):
+        raise ConfigError(
+            f"{told}; the rest of the run would not fit what it has trained so far. Put back what it began with, of "
+            f"which {path / COPY} has a copy; or go on with the code of now: allow_changed=True, --allow-changed"
+        )
+    say(f"{told}; the run goes on with the code of now")
 
 
 def _check_left(path: Path, finished: bool) -> None:

@@ -133,7 +133,7 @@ def test_the_automatic_strategy_has_no_options() -> None:
         ("strategy.algorithm=ring", "has no 'algorithm'; it is an option of allreduce"),
         ("model=x", "unknown key `model`"),
         ("seed.x=1", "unknown key `seed.x`"),
-        ("zzz.zzz=1", "accumulate, acknowledge, allow_lost, assignment, batch_size"),
+        ("zzz.zzz=1", "accumulate, acknowledge, allow_changed, allow_lost, assignment, batch_size"),
         ("workers=four", 'workers = "four" in layer 1: workers: expected a whole number'),
         ("batch_size=1,x", "expected a whole number or a list (each entry a whole number)"),
         ("strategy.overlap=maybe", "expected true or false"),

@@ -140,6 +140,12 @@ def job_options(command: Command) -> Command:
             help="Finish the run even if a lost worker's own loop leaves data undone.",
         ),
         click.option(
+            "--allow-changed",
+            is_flag=True,
+            default=None,
+            help="Where a run goes on: with the files of the job, and the data, as they are now.",
+        ),
+        click.option(
             "--record", is_flag=True, default=None, help="Record the order of events, for gradstream replay."
         ),
         click.option(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -27,7 +26,7 @@ from typing import TypeAlias, cast
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.job.places import load_module
-from gradstream.job.sources import sha256_of
+from gradstream.job.sources import file_of, sha256_of
 from gradstream.model.base import Model
 
 Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
@@ -130,13 +129,9 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence
 
 def digest_of(spec: str) -> str:
     """SHA-256 of the file that a job's spec names, without the modules it imports; "" if there is none."""
-    place, colon, _ = spec.rpartition(":")
-    place = place if colon else spec
     try:
-        if not place.endswith(".py"):
-            found = importlib.util.find_spec(place) if place else None
-            place = (found.origin if found is not None else None) or ""
-        return sha256_of(Path(place)) if place else ""
+        file = file_of(spec)
+        return "" if file is None else sha256_of(file)
     except (OSError, ImportError):
         return ""
 

@@ -127,6 +127,8 @@ class Job:
         allow_lost: whether a run with your own training loop may finish without data of a lost worker that
             the others could not take over (they can where `session.shard` has made the DataLoader). If not,
             such a run ends with an error that says what is missing.
+        allow_changed: whether a resumed run may go on with other files of your code, or other data, than it has
+            begun with; a message names them. If not, it is refused.
         max_restarts: how often the launcher starts each worker of its machine again that was killed, or was
             lost while it stood still: under strategies that go on without a lost worker. 0 starts none again.
         acknowledge: when a shard acknowledges a push. "applied": once it is in the parameters; the run ends if a
@@ -201,6 +203,7 @@ class Job:
     record_machine: bool = True
     record: bool = False
     allow_lost: bool = False
+    allow_changed: bool = False
     max_restarts: int = 100
     acknowledge: Literal["applied", "logged", "replicated"] = "applied"
     chunk_elems: int | None = None
@@ -262,6 +265,7 @@ class JobOptions(TypedDict, total=False):
     record_machine: bool
     record: bool
     allow_lost: bool
+    allow_changed: bool
     max_restarts: int
     acknowledge: Literal["applied", "logged", "replicated"]
     chunk_elems: int | None

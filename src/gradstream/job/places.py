@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.code import loader_of
 
 
 def place_of(function: Callable[..., Any]) -> str:
@@ -80,7 +81,7 @@ def load_module(path: Path, name: str | None = None) -> ModuleType:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(path, name))
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; expected a name that ends in .py")
     module = importlib.util.module_from_spec(spec)

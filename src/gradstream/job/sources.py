@@ -1,10 +1,15 @@
-"""The files of a job: its own, and the modules beside it that it imports."""
+"""The files of a job: its own, and the modules that it imports."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
-from collections.abc import Iterable
-from modulefinder import ModuleFinder
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gradstream.errors import ConfigError
@@ -13,8 +18,7 @@ from gradstream.errors import ConfigError
 def sources_of(job: Path, more: Iterable[Path] = ()) -> dict[str, Path]:
     """The files that a job needs on every machine, by their names there.
 
-    Modules are found by reading import statements, without running them. What a job finds in another way (a module that
-    it imports by a name that it puts together, a file that it opens) has to be named.
+    Modules are found as by `imported_by`. What a job finds in another way (a file that it opens) has to be named.
 
     Args:
         job: the job file.
@@ -24,13 +28,11 @@ def sources_of(job: Path, more: Iterable[Path] = ()) -> dict[str, Path]:
         ConfigError: the job file cannot be read or is no Python, or something to bring is not in its folder.
     """
     folder = job.resolve().parent
-    finder = ModuleFinder(path=[str(folder)])
     try:
-        finder.run_script(str(job))
+        ast.parse(job.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(f"cannot read {job}: {error}") from None
-    files = [getattr(one, "__file__", None) for one in finder.modules.values()]
-    found = [job, *(Path(one) for one in files if one)]
+    found = [job, *imported_by({"": job.resolve()}, [str(folder)]).values()]
     for path in more:
         if not path.exists():
             raise ConfigError(f"--with {path}: there is no such file or folder")
@@ -45,6 +47,109 @@ def sources_of(job: Path, more: Iterable[Path] = ()) -> dict[str, Path]:
                 "there"
             ) from None
     return {name: path for name, path in sorted(named.items()) if "__pycache__" not in name}
+
+
+_LIBRARIES = [
+    os.path.join(os.path.realpath(folder), "")
+    for name, folder in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+]
+_LIBRARIES.append(os.path.join(os.path.realpath(Path(__file__).parents[1]), ""))
+
+
+def is_users(path: str | Path) -> bool:
+    """Whether a file or folder is the user's: not of the standard library, an installed package, or this one."""
+    real = os.path.realpath(path)
+    installed = {"site-packages", "dist-packages"} & set(real.split(os.sep))
+    return not installed and not os.path.join(real, "").startswith(tuple(_LIBRARIES))
+
+
+def imported_by(files: Mapping[str, Path], folders: Sequence[str]) -> dict[str, Path]:
+    """The user's modules in some folders that Python files import, and those that these import, by name.
+
+    Import statements are read and not run, so those inside functions count as well. A module is missed that is imported
+    by a name which the program puts together.
+
+    Args:
+        files: where to begin, by the names of the modules; "" for a file that is no module.
+        folders: where modules are looked for, in this order.
+    """
+    found, left = dict[str, Path](), list(files.items())
+    while left:
+        module, path = left.pop()
+        for name in _imports(path, module):
+            for new, file in _located(name, folders):
+                if new not in found and new not in files and is_users(file):
+                    found[new] = file
+                    left.append((new, file))
+    return found
+
+
+def _imports(path: Path, module: str) -> Iterator[str]:
+    """The names that a file may import; a name of `from module import name` may be a module, or not."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    try:
+        stat = path.stat()
+        read = _statements(path, stat.st_mtime_ns, stat.st_size)
+    except (OSError, SyntaxError, ValueError):
+        return  # who imports it gets this error
+    for name in read:
+        if not name.startswith("."):
+            yield name
+        elif package:
+            try:
+                yield importlib.util.resolve_name(name, package)
+            except ImportError:
+                continue  # beyond the top-level package
+
+
+@functools.lru_cache(maxsize=4096)
+def _statements(path: Path, changed_ns: int, size: int) -> tuple[str, ...]:
+    """The names in the import statements of a file as it was changed last, with the dots of relative ones."""
+    del changed_ns, size
+    names = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            dot = "." if node.module else ""
+            names += [module, *(f"{module}{dot}{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                names.append(node.args[0].value)
+    return tuple(dict.fromkeys(names))
+
+
+def _located(name: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """The files of a module and of the packages around it, as far as they are in these folders."""
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return
+    within, parts = [Path(folder) for folder in folders], name.split(".")
+    for number, part in enumerate(parts, 1):
+        places = [(folder / part / "__init__.py", folder / f"{part}.py") for folder in within]
+        file = next((file for both in places for file in both if file.is_file()), None)
+        if file is not None:
+            yield ".".join(parts[:number]), file
+        if file is None or file.name == "__init__.py":
+            within = [file.parent] if file else [one / part for one in within if (one / part).is_dir()]
+        else:
+            return
+
+
+def file_of(spec: str) -> Path | None:
+    """The file that the spec of a job names; None for a module without one.
+
+    Raises:
+        ImportError: a package around the module cannot be imported.
+    """
+    place, colon, _ = spec.rpartition(":")
+    place = place if colon else spec
+    if place.endswith(".py"):
+        return Path(place)
+    found = importlib.util.find_spec(place) if place else None
+    return Path(found.origin) if found is not None and found.has_location and found.origin else None
 
 
 def sha256_of(path: Path) -> str:

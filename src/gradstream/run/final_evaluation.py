@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from gradstream.errors import GradstreamError
+from gradstream.job.code import run_kept
 from gradstream.run.reopen import reopen
 from gradstream.run.result import Run
 from gradstream.runtime.event_log import disk_error
@@ -15,7 +18,10 @@ def evaluate(run: Run) -> Evaluation | None:
     """The run's evaluation on held-out samples; None if there are none, or no parameters."""
     if run.model is None or run.data is None or not run.data.num_test_samples or not run.parameters:
         return None
-    found = run.evaluate()
+    with ExitStack() as stack:
+        if run.path is not None:
+            stack.callback(run_kept(run.path))  # it may import more of the user's
+        found = run.evaluate()
     keep_evaluation(run, found)
     return found
 

@@ -33,6 +33,7 @@ from gradstream.coordinator.relay import Relay
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
+from gradstream.job.code import run_kept
 from gradstream.job.job import Job, build_model
 from gradstream.run.local.environment import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         spec = NodeSpec.read(given.spec)
         sys.argv = spec.argv  # from now on: the user's code may read it later
+        run_kept(Path(spec.run_dir))
         job = spec.load()
         spec.check_data(job)
         if given.name == SHOWN:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradstream.job.code import keep, users_code
 from gradstream.job.files import digest_of
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.recording import FOLDER, JOB_FILE
@@ -20,7 +21,7 @@ from gradstream.runtime.storage import DiskStorage
 
 
 def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str], *, as_threads: bool) -> None:
-    """Writes config.toml, nodes.json and, where the run begins, run.json.
+    """Writes config.toml, nodes.json, a copy of the user's code and, where the run begins, run.json.
 
     Each file is replaced atomically: a run can be killed here, and resumed.
 
@@ -34,6 +35,7 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
         OSError: the disk does not take them.
     """
     job, storage = plan.job, DiskStorage(Path(spec.run_dir))
+    keep(users_code(job.spec), storage.root)
     storage.write("config.toml", to_toml(plan).encode())
     if job.record:
         recorded = {"job": spec.job, "sha256": digest_of(spec.job)}

@@ -13,6 +13,7 @@ from gradstream.checkpoint.folder import FOLDER
 from gradstream.checkpoint.model_file import load_file
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
+from gradstream.job.code import changed, kept_code, users_code
 from gradstream.job.job import Job, build_model
 from gradstream.run.files import HOSTS, JOB
 from gradstream.run.node_spec import NodeSpec
@@ -41,6 +42,8 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     job = job_of_run(path)
+    for edited in changed(kept_code(path), users_code(job.spec)):
+        warnings.warn(f"{edited} was edited after {path} had begun, and is used as it is now", stacklevel=2)
     if job.device != "cpu":  # it may have been trained on another machine
         job = dataclasses.replace(job, device="auto")
     return dataclasses.replace(

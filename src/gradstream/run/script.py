@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeError
+from gradstream.job.code import run_kept
 from gradstream.job.files import traceback_in
 from gradstream.job.places import load_module
 from gradstream.run.local.ranks import set_environment
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     if rank == 0:
         sys.stdout = _Tee(sys.stdout, say)
     sys.argv = [spec.script, *spec.argv[1:]]
+    run_kept(Path(spec.run_dir))
     status, session = _run(Path(spec.script), given.name, say), running()
     if status != OK and session is not None and not session.resumable:
         say(begins_again=True)

@@ -28,6 +28,12 @@ from gradstream.cli.running import run_and_show, show_detached
     help="Finish the run even if a lost worker's own loop leaves data undone.",
 )
 @click.option(
+    "--allow-changed",
+    is_flag=True,
+    default=None,
+    help="Go on with the files of the job, and the data, as they are now.",
+)
+@click.option(
     "--from-start",
     is_flag=True,
     help="Begin again where all checkpoints are damaged.",
@@ -38,9 +44,10 @@ from gradstream.cli.running import run_and_show, show_detached
 def resume(run: Path, as_json: bool, detach: bool, **given: Any) -> None:
     """Continues a run that was stopped or killed from its newest good checkpoint.
 
-    RUN is a run directory. The command reads the job again from its file, which must not have changed.
-    The run goes on in the same directory, and repeats the steps after the checkpoint. Where a checkpoint
-    is damaged, the run goes on from the one before; where all are damaged, it does not start.
+    RUN is a run directory. The command reads the job again from its files, which must not have changed,
+    nor the data, unless --allow-changed says so. The run goes on in the same directory, and repeats the
+    steps after the checkpoint. Where a checkpoint is damaged, the run goes on from the one before; where
+    all are damaged, it does not start.
 
     \b
     Examples:

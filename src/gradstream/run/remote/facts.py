@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,8 +9,9 @@ from pathlib import Path
 
 from gradstream._version import __version__
 from gradstream.errors import ConfigError
+from gradstream.job.code import JOB_FILE, users_code
 from gradstream.job.job import Job
-from gradstream.job.sources import sha256_of
+from gradstream.job.sources import file_of, sha256_of
 from gradstream.wire import v1
 
 
@@ -43,6 +43,11 @@ FACTS: Mapping[str, _Fact] = {
 }
 """In the order of comparison: a refusal names the first that differs."""
 
+MODULE = "module "
+"""Begins the name of the fact about a module of the user's: the SHA-256 of its file."""
+
+_OF_MODULE = _Fact(v1.BAD_JOB_FILE, "copy its file from one machine to the other")
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -55,15 +60,21 @@ class Difference:
 def facts_of(job: Job) -> dict[str, str]:
     """This machine's facts about a job; one with a spec has a job file.
 
-    A data set with an attribute `checksum`, a string, is compared by it; others by name and number of
-    samples.
+    A module of the user's is compared where both have imported it, or may. A data set with an attribute
+    `checksum`, a string, is compared by it; others by name and number of samples.
     """
     path, function = _source(job) if job.spec is not None else (None, "")
+    code = users_code(job.spec)
     facts = {
         "gradstream": __version__,
         "torch": metadata.version("torch").partition("+")[0],  # builds for CPU and GPU fit together
         "job file": "none" if path is None else f"{path.name} sha256:{file_hash(path)}",
         "job function": function,
+        **{
+            f"{MODULE}{name}": f"{file.path.name} sha256:{file.digest}"
+            for name, file in code.items()
+            if name != JOB_FILE
+        },
         "data set": job.data.name,
         "data samples": f"{job.data.num_samples} and {job.data.num_test_samples} held out",
     }
@@ -73,7 +84,8 @@ def facts_of(job: Job) -> dict[str, str]:
 
 def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> Difference | None:
     """The first fact in which a machine differs from the launcher; None if all are equal."""
-    for name, fact in FACTS.items():
+    modules = {name: _OF_MODULE for name in launcher if name.startswith(MODULE) and name in machine}
+    for name, fact in {**modules, **FACTS}.items():
         mine, theirs = machine.get(name, "none"), launcher.get(name, "none")
         if name == "job file" and _hash_in(mine) == _hash_in(theirs):
             continue  # the same file under another name
@@ -100,15 +112,11 @@ def _hash_in(fact: str) -> str:
 def _source(job: Job) -> tuple[Path, str]:
     """The file that a job comes from, and the function, or ""."""
     assert job.spec is not None
-    place, colon, function = job.spec.rpartition(":")
-    if not colon:
-        place, function = job.spec, ""
-    if place.endswith(".py"):
-        return Path(place), function
-    found = importlib.util.find_spec(place)
-    if found is None or found.origin is None:
+    _, colon, function = job.spec.rpartition(":")
+    file = file_of(job.spec)
+    if file is None:
         raise ConfigError(
-            f"job {job.spec!r}: module {place!r} has no file, and machines compare the job's file; give the path of a "
+            f"job {job.spec!r}: its module has no file, and machines compare the job's file; give the path of a "
             ".py file"
         )
-    return Path(found.origin), function
+    return file, function if colon else ""

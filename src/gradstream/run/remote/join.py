@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.errors import RESUMABLE, ConfigError, DeadlineError, JoinRefusedError, PeerLostError
+from gradstream.job.code import keep, users_code
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.run.local import NODE, SCRIPT, LocalCluster
@@ -166,6 +167,7 @@ class _Machine:
         run_dir = self._make_run_dir(grant.machine, again)
         spec = self._entrance.spec(grant, run_dir)
         (run_dir / "nodes.json").write_text(json.dumps(spec, indent=2) + "\n")
+        keep(users_code(self._job.spec), run_dir)
         num_workers = sum(name.startswith(("worker", "part")) for name in names)
         shards = any(name.startswith("shard") for name in names)
         environment = node_environment(num_workers, shards=shards)
