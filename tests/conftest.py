@@ -36,6 +36,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for variable in THREADS:
     os.environ.setdefault(variable, "1")
 
+# The command line starts anew without it.
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of a GPU
 
 LIMIT_S = 120.0

@@ -190,6 +190,7 @@ def _nodes(
     shards = plan.most_servers > 0
     if begin:
         environment = node_environment(plan.most_workers, shards=shards)
+        environment["PYTHONHASHSEED"] = spec.hash_seed
         log = logs / "forkserver.log"
         link: ForkserverLink | None = ForkserverLink.started(
             log, environment, shards=shards, split=plan.parts > 1, door=door

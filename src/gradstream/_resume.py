@@ -11,6 +11,7 @@ from typing import Literal, TypedDict, Unpack
 
 from gradstream._train import check_detached, launch
 from gradstream.checkpoint import Resume, to_resume
+from gradstream.data.alike import NUMBER, checks_of, differences
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.job.code import COPY, changed, kept_code, users_code
@@ -171,11 +172,25 @@ def _check_ended(path: Path) -> None:
 
 
 def _check_unchanged(path: Path, job: Job, *, given: bool) -> None:
-    """Raises ConfigError if code is not that of before; says so where that is allowed, or the caller gave the job."""
+    """Raises ConfigError if code or data are not those of before; says so where that is allowed.
+
+    A job that was given may have other code.
+    """
+    before = spec_of_run(path)
+    for part, mine, theirs in differences(checks_of(job.data), before.data):
+        told = f"{part} of the data set {job.data.name!r} changed since {path} has begun: from {theirs} to {mine}"
+        if not job.allow_changed or part == NUMBER:
+            raise ConfigError(
+                f"{told}; the run would go on in the middle of other data. Put those of before back, or begin a new "
+                f"run. Where they differ from one process to the next: {before.same_data}. Where other samples are "
+                "meant, as many: allow_changed=True, --allow-changed"
+            )
+        say(f"{told}; the run goes on with the data of now")
+        break
     edited = ", ".join(map(str, changed(kept_code(path), users_code(job.spec))))
+    told = f"edited since {path} has begun: {edited}"
     if not edited:
         return
-    told = f"edited since {path} has begun: {edited}"
     if not (job.allow_changed or given):
         raise ConfigError(
             f"{told}; the rest of the run would not fit what it has trained so far. Put back what it began with, of "

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import pkgutil
+import sys
 from typing import Any
 
 import click
@@ -21,6 +22,14 @@ class CommandGroup(click.Group):
     The module `commands/train.py` holds the command `train`, and so on: to add a command, add a file. A dash in
     the name of a command is an underscore in the name of its file.
     """
+
+    def main(self, *args: Any, **named: Any) -> Any:
+        """Runs the command line of this process, under the hash seed that the nodes of its run have."""
+        is_process = not args and "args" not in named and sys.executable
+        if is_process and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            os.environ["PYTHONHASHSEED"] = "0"
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        return super().main(*args, **named)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""

@@ -275,6 +275,8 @@ class Launcher:
         training = "started" in self._events.last and not self._has_ended
         if training and self._ended.was_lost(name):
             self._comebacks.start_soon(name, time.monotonic())
+        elif training and self._ended.failed_with(ConfigError) == name:  # before it was a member again
+            say(f"the run goes on without a process: {self._error_of(name)}")
 
     def _note_machine(self, name: str, error: dict[str, str]) -> None:
         """Notes a node that has come with its machine, or, with an error, is lost with it."""

@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv = spec.argv  # from now on: the user's code may read it later
         run_kept(Path(spec.run_dir))
         job = spec.load()
-        spec.check_data(job)
+        if given.name.startswith(("worker", "part")):
+            spec.check_data(job)
         if given.name == SHOWN:
             show_warnings(SHOWN, say)
         return asyncio.run(_run(spec, spec.plan(job), given, say))

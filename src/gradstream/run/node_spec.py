@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.checkpoint import Resume
+from gradstream.data.alike import checks_of, differences
 from gradstream.errors import ConfigError
 from gradstream.job.descriptions import describe
 from gradstream.job.files import load_job
@@ -40,7 +41,8 @@ class NodeSpec:
         strategy, optimizer: as the registry describes them.
         resume: where the run goes on, as `Resume.as_json` gives it; None where it begins.
         script: the user's script, where the workers run a training loop in it; the other nodes do not run it.
-        data: checksums of arrays in memory, by name; each node compares them with the checksums of its arrays.
+        data: what the workers compare of the data, by name; see `data.alike.checks_of`.
+        hash_seed: PYTHONHASHSEED of the nodes.
         trial: whether nothing of the run is kept, so that files need not be synchronized to the disk.
         elsewhere: whether the nodes are on another machine than the launcher, with another run directory: they
             write and read checkpoints through the coordinator.
@@ -59,6 +61,7 @@ class NodeSpec:
     resume: dict[str, Any] | None = None
     script: str = ""
     data: dict[str, str] = field(default_factory=dict)
+    hash_seed: str = "0"
     trial: bool = False
     elsewhere: bool = False
     per_machine: int = 1
@@ -74,12 +77,13 @@ class NodeSpec:
         trial: bool = False,
         per_machine: int = 1,
         meeting: str = "",
+        hash_seed: str = "0",
     ) -> NodeSpec:
         """The description of a plan. A job that is not in a file can be run, but not be read again.
 
         Args:
             plan: plan of the run.
-            run_dir, earlier, trial, per_machine, meeting: see the class.
+            run_dir, earlier, trial, per_machine, meeting, hash_seed: see the class.
         """
         job = plan.whole or plan.job
         return cls(
@@ -92,10 +96,11 @@ class NodeSpec:
             optimizer=_optimizer_of(plan, job),
             resume=None if plan.resume is None else plan.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
-            data=dict(getattr(job.data, "quick_checks", {})),
+            data=checks_of(job.data),
             trial=trial,
             per_machine=per_machine,
             meeting=meeting,
+            hash_seed=hash_seed,
         )
 
     @classmethod
@@ -131,15 +136,20 @@ class NodeSpec:
 
     def check_data(self, job: Job) -> None:
         """Raises ConfigError if this node's data differs from the launcher's."""
-        here = getattr(job.data, "quick_checks", {})
-        for part in {**self.data, **here}:
-            mine, launchers = here.get(part, "none"), self.data.get(part, "none")
-            if mine != launchers:
-                raise ConfigError(
-                    f"{part} of the data set {job.data.name!r} differ between nodes: this node has {mine}, the "
-                    f"launcher {launchers}. Every node runs the job file and makes the data again: give the random "
-                    "generator a seed, numpy.random.default_rng(0), or read the data from a file"
-                )
+        for part, mine, launchers in differences(checks_of(job.data), self.data):
+            raise ConfigError(
+                f"{part} of the data set {job.data.name!r} differ between nodes: this node has {mine}, the "
+                f"launcher {launchers}. Every node runs the job file and makes the data again: {self.same_data}"
+            )
+
+    @property
+    def same_data(self) -> str:
+        """What to do where two processes make different data."""
+        return (
+            "give the random generator a seed, numpy.random.default_rng(0), or read the data from a file; sort what "
+            "comes from a set or from a folder, sorted(os.listdir(...)); a process that gradstream has not started "
+            f"has the order of sets of the nodes by PYTHONHASHSEED={self.hash_seed}"
+        )
 
     def _load(self, job: str) -> Job:
         if not job:

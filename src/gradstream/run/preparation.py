@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from gradstream.machine.resources import free_memory_bytes
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import Cluster, LocalCluster, ThreadCluster
-from gradstream.run.local.environment import node_environment
+from gradstream.run.local.environment import hash_seed, node_environment
 from gradstream.run.local.ranks import hold_port
 from gradstream.run.local.signals import StopSignals
 from gradstream.run.node import run_node
@@ -98,6 +100,8 @@ class Preparation:
         self._run_dir = run_dir
         self._options = options
         self._meeting = ""  # host:port at which a script's own process group meets
+        begun = run_dir / "nodes.json"  # of a run that goes on
+        self._hash_seed = NodeSpec.read(begun).hash_seed if begun.is_file() else hash_seed()
 
     @contextmanager
     def lock(self, events_from: int) -> Iterator[None]:
@@ -168,13 +172,17 @@ class Preparation:
 
     def spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
         """The description of the plan for the nodes; `earlier` as in `LaunchOptions`."""
+        return dataclasses.replace(self._spec, earlier=tuple(map(str, earlier)), meeting=self._meeting)
+
+    @functools.cached_property
+    def _spec(self) -> NodeSpec:
         return NodeSpec.of(
             self._plan,
             run_dir=self._run_dir,
-            earlier=earlier,
+            earlier=(),
             trial=self._options.is_trial,
             per_machine=self._per_machine,
-            meeting=self._meeting,
+            hash_seed=self._hash_seed,
         )
 
     @contextmanager
@@ -192,7 +200,8 @@ class Preparation:
     def _environment(self) -> dict[str, str]:
         if self._options.as_threads:
             return {}
-        return node_environment(self._per_machine, shards=self._plan.most_servers > 0)
+        made = node_environment(self._per_machine, shards=self._plan.most_servers > 0)
+        return made | {"PYTHONHASHSEED": self._hash_seed}
 
     @property
     def _per_machine(self) -> int:

@@ -32,6 +32,12 @@ YIELD = {"OMP_WAIT_POLICY": "PASSIVE"}
 NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
+def hash_seed() -> str:
+    """PYTHONHASHSEED of the nodes of a run that begins here: with one seed, sets have the same order in all of them."""
+    given = os.environ.get("PYTHONHASHSEED", "random")
+    return "0" if given == "random" else given
+
+
 def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
     """Variables that must be set before a node loads numpy, torch or gRPC.
 
@@ -45,4 +51,7 @@ def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
     threads = str(max(1, num_cores() // max(1, workers)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     wanted = dict.fromkeys(names, threads) | KEEP_PAGES | NO_FORK_HANDLERS | (YIELD if shards else {})
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return {
+        **{name: os.environ.get(name, value) for name, value in wanted.items()},
+        "PYTHONHASHSEED": hash_seed(),
+    }

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from gradstream._version import __version__
+from gradstream.data.alike import checks_of, differences
 from gradstream.errors import ConfigError
 from gradstream.job.code import JOB_FILE, users_code
 from gradstream.job.job import Job
@@ -46,6 +47,14 @@ FACTS: Mapping[str, _Fact] = {
 MODULE = "module "
 """Begins the name of the fact about a module of the user's: the SHA-256 of its file."""
 
+DATA = "data, "
+"""Begins the name of the fact about a drawn sample: see `data.alike`."""
+
+_OF_SAMPLES = _Fact(
+    v1.BAD_DATA,
+    "both machines must read the same data, in the same order: sort what comes from a set or from a folder, "
+    "sorted(os.listdir(...))",
+)
 _OF_MODULE = _Fact(v1.BAD_JOB_FILE, "copy its file from one machine to the other")
 
 
@@ -79,7 +88,9 @@ def facts_of(job: Job) -> dict[str, str]:
         "data samples": f"{job.data.num_samples} and {job.data.num_test_samples} held out",
     }
     checksum = getattr(job.data, "checksum", None)
-    return facts if checksum is None else {**facts, "data checksum": str(checksum)}
+    if checksum is not None:
+        return {**facts, "data checksum": str(checksum)}
+    return facts | {f"{DATA}{name}": found for name, found in checks_of(job.data).items()}
 
 
 def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> Difference | None:
@@ -92,9 +103,19 @@ def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str
         if name not in machine and not fact.of_ports:
             continue  # the version of the protocol is compared instead, in every greeting
         if mine != theirs:
-            text = f"{name} differs: {who} has {mine}, the launcher has {theirs}. {fact.remedy.capitalize()}"
-            return Difference(fact.code, text)
+            return _differs(name, mine, theirs, who, fact)
+    ours, others = (
+        {name: found for name, found in facts.items() if name.startswith(DATA)}
+        for facts in (machine, launcher)
+    )
+    for name, mine, theirs in differences(ours, others) if ours and others else ():
+        return _differs(name, mine, theirs, who, _OF_SAMPLES)
     return None
+
+
+def _differs(name: str, mine: str, theirs: str, who: str, fact: _Fact) -> Difference:
+    text = f"{name} differs: {who} has {mine}, the launcher has {theirs}. {fact.remedy.capitalize()}"
+    return Difference(fact.code, text)
 
 
 def file_hash(path: Path) -> str:

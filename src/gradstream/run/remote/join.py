@@ -171,6 +171,7 @@ class _Machine:
         num_workers = sum(name.startswith(("worker", "part")) for name in names)
         shards = any(name.startswith("shard") for name in names)
         environment = node_environment(num_workers, shards=shards)
+        environment["PYTHONHASHSEED"] = spec["hash_seed"]
         with LocalCluster(run_dir / "logs", environment, shards=shards) as cluster:
             order = await self._entrance.order()
             if order.HasField("go"):
