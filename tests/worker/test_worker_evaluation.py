@@ -17,9 +17,11 @@ from gradstream.cli.progress import ProgressLine
 from gradstream.cli.report import evaluation_rows
 from gradstream.errors import ConfigError, UserCodeError
 from gradstream.job.overrides import overrides, with_overrides
+from gradstream.model.batch import Batch
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.evaluation import evaluate
+from gradstream.worker.metrics import Metrics
 
 FEATURES = 6
 TIMED = SimulationConfig(costs={"gradient": Cost(base_s=0.01), "evaluate": Cost(base_s=0.03)})
@@ -221,6 +223,97 @@ def test_metrics_travel_by_place(tmp_path: Path) -> None:
     assert again.metrics["local"] is job.metrics["local"]
     with pytest.raises(ConfigError, match=r"metrics\['local'\] is not in the job file"):
         with_overrides(gs.Job(model, data, epochs=1), fields)
+
+
+# ---- metrics of all samples ---------------------------------------------------------------
+
+
+def f1(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Of class 1: no mean over samples."""
+    found = outputs.argmax(1)
+    hits = int(((found == 1) & (targets == 1)).sum())
+    return 2 * hits / max(1, int((found == 1).sum()) + int((targets == 1).sum()))
+
+
+class Updated:
+    """F1 as torchmetrics has it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.hits = self.others = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        found = outputs.argmax(1)
+        self.hits += int(((found == 1) & (targets == 1)).sum())
+        self.others += int((found == 1).sum()) + int((targets == 1).sum())
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(2 * self.hits / max(1, self.others))
+
+
+def rare_classes() -> tuple[Any, torch.Tensor, Any]:
+    """700 held-out samples, of which the few of class 1 are in the first of three batches."""
+    model = gs.from_torch(lambda: torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
+    flat = torch.zeros(model.layout.elems)
+    model.init(0, flat)
+    x = np.random.default_rng(0).standard_normal((700, 3)).astype("float32")
+    y = ((np.arange(700) % 10 == 0) & (np.arange(700) < 200)).astype(int)
+    return model, flat, gs.from_arrays(x[:10], y[:10], x, y)
+
+
+def test_a_metric_gets_all_samples_at_once_or_is_updated() -> None:
+    model, flat, data = rare_classes()
+    before = Updated()
+    before.update(torch.eye(2), torch.tensor([0, 1]))
+    expected = f1(model.outputs(flat, data.test_inputs), torch.from_numpy(data.test_targets))
+    for _ in range(2):  # an evaluation leaves nothing behind
+        found = evaluate(model, flat, data, {"function": f1, "object": before, "class": Updated})
+        assert found.metrics == pytest.approx(dict.fromkeys(("function", "object", "class"), expected))
+    assert 0 < expected < 0.5
+    assert before.hits == 1
+
+
+def test_trees_and_lists_are_put_together() -> None:
+    seen: list[Any] = []
+
+    def keep(outputs: Any, targets: Any) -> float:
+        seen.append((outputs, targets))
+        return 0.0
+
+    metrics = Metrics({"keep": keep}, 3)
+    for start, count in ((0, 2), (2, 1)):
+        rows = torch.arange(start, start + count)
+        batch = Batch(None, None, count, np.arange(start, start + count))
+        metrics.add(batch, {"a": rows, "b": (rows[:, None], None)}, [rows[i : i + 1] for i in range(count)])
+    assert metrics.values() == {"keep": 0.0}
+    ((outputs, targets),) = seen
+    assert outputs["a"].tolist() == [0, 1, 2]
+    assert outputs["b"][0].shape == (3, 1)
+    assert outputs["b"][1] is None
+    assert [one.item() for one in targets] == [0, 1, 2]
+
+
+def test_what_cannot_be_put_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(*outputs: torch.Tensor) -> Metrics:
+        metrics = Metrics({"mine": lambda outputs, targets: 0.0}, 4)
+        for one in outputs:
+            metrics.add(Batch(None, None, 2, np.arange(2)), one, None)
+        return metrics
+
+    for second in (torch.zeros(2, 5), torch.zeros(3, 4), torch.zeros(())):
+        metrics = given(torch.zeros(2, 4), second)
+        with pytest.raises(
+            UserCodeError, match=r"outputs for the metric 'mine' cannot be put .*update\(outputs"
+        ):
+            metrics.values()
+    monkeypatch.setattr("gradstream.worker.metrics.MAX_KEPT_BYTES", 63)
+    with pytest.raises(
+        UserCodeError, match=r"for all 4 held-out samples, which take .* MB .*update\(outputs"
+    ):
+        given(torch.zeros(2, 4))  # already at the first batch: 64 bytes in all
+    assert Metrics({"mine": Updated}, 4).values() == {"mine": 0.0}
 
 
 # ---- a loss that calls the module itself ------------------------------------------------------

@@ -26,7 +26,7 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import Choice
 from gradstream.wire.chunks import CHUNK_ELEMS
-from gradstream.worker.evaluation import Metric
+from gradstream.worker.metrics import Metric
 
 Data = Dataset | str | tuple[Any, Any]
 """The data of a run: a data set, its name, or the pair (inputs, targets) of arrays."""
@@ -110,8 +110,9 @@ class Job:
             evaluation at the end. Strategy "auto" counts minibatches, and takes the nearest number of rounds.
         noise_scale: whether to measure the gradient noise scale tr Σ/|G|², in one of 16 rounds: about as many samples
             a step pay. For `synchronous` and `allreduce`; see `docs/large-batch.md`. It changes no result.
-        metrics: functions from (outputs, targets) of a batch to a number, the mean over its samples, by name.
-            Each evaluation and `Run.evaluate` compute them. Or their places: "file.py:top5".
+        metrics: functions from the (outputs, targets) of all held-out samples to a number, by name; or objects with
+            `update(outputs, targets)` and `compute()`, as those of torchmetrics, which get them batch by batch. Each
+            evaluation and `Run.evaluate` compute them. Or their places: "file.py:top5".
         until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
         callbacks: objects with some of these methods, which are called in the process that calls `train`:
             on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run).

@@ -18,7 +18,7 @@ from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.untrusted import MismatchError, check_value
-from gradstream.worker.evaluation import Metric
+from gradstream.worker.metrics import Metric
 
 # Model and data come from the job file; strategy and optimizer travel as class and fields.
 _NOT_PLAIN = ("model", "data", "callbacks", "strategy", "strategy_options", "optimizer", "spec", "origins")
@@ -33,7 +33,7 @@ def overrides(job: Job) -> dict[str, Any]:
     return {**fields, "metrics": {name: _place_of(metric) for name, metric in job.metrics.items()}}
 
 
-def _place_of(metric: str | Metric) -> str:
+def _place_of(metric: Any) -> str:
     """The place of a metric; "" if other processes have to take it from the job file."""
     try:
         return metric if isinstance(metric, str) else place_of(metric)

@@ -31,7 +31,8 @@ from gradstream.strategies.base import (
 )
 from gradstream.transport.offers import shares_memory
 from gradstream.wire.chunks import CHUNK_ELEMS
-from gradstream.worker.evaluation import EvaluationPlan, Metric
+from gradstream.worker.evaluation import EvaluationPlan
+from gradstream.worker.metrics import Metric
 from gradstream.worker.schedule import Schedule
 
 

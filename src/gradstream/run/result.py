@@ -27,7 +27,8 @@ from gradstream.run.files import read_config, read_record
 from gradstream.telemetry.event_lines import read_events
 from gradstream.telemetry.events import EventDict
 from gradstream.untrusted import MismatchError, check_record
-from gradstream.worker.evaluation import Evaluation, Metric, evaluate
+from gradstream.worker.evaluation import Evaluation, evaluate
+from gradstream.worker.metrics import Metric
 
 MAX_UNIX_S = 1e11
 

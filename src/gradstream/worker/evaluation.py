@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,10 +12,11 @@ import numpy as np
 import torch
 
 from gradstream.data.base import Dataset
-from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.errors import UserCodeError
 from gradstream.model.base import Model, Reduction
 from gradstream.model.batch import Batch, leaves_of
 from gradstream.optim.schedules import Position
+from gradstream.worker.metrics import Metric, Metrics, users_code
 
 BATCH_SIZE = 256
 
@@ -30,12 +29,6 @@ Compared = Literal["yes", "broadcast", "no"]
 Every = int | Literal["epoch"]
 """Number of steps between two evaluations; or "epoch" for one after each data epoch."""
 
-Metric = Callable[[Any, Any], Any]
-"""A function of the (outputs, targets) of a batch that returns one number, the mean over the batch's samples.
-
-Outputs are those of the model on torch tensors; targets are tensors too.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -46,7 +39,7 @@ class Evaluation:
         loss: mean squared error in regression; where outputs and targets cannot be compared, the model's own
             loss per sample, if it has one (`from_torch`); None in classification.
         num_samples: number of held-out samples.
-        metrics: mean over samples of each of the user's metrics, by name.
+        metrics: value of each of the user's metrics over all samples, by name.
         own_loss: `loss` is the model's own.
     """
 
@@ -81,10 +74,10 @@ def evaluate(
     Raises:
         UserCodeError: the model, the data set or a metric raised; or a metric or the loss is not finite.
     """
-    tally = _Tally(metrics or {})
+    tally = _Tally(Metrics(metrics or {}, data.num_test_samples))
     for start in range(0, data.num_test_samples, batch_size):
         ids = np.arange(start, min(start + batch_size, data.num_test_samples), dtype=np.int64)
-        with _users_code("model or the data set"):
+        with users_code("model or the data set"):
             batch = data.test_batch(ids)
             outputs = _outputs(model, parameters, batch, needed=bool(metrics))
         compared = tally.add(batch, outputs)
@@ -107,7 +100,7 @@ def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None
         UserCodeError: the module cannot be called with a batch's inputs.
     """
     if getattr(model, "calls_itself", False):
-        with _users_code("module, called with the inputs alone as metrics need it (spread=True may help),"):
+        with users_code("module, called with the inputs alone as metrics need it (spread=True may help),"):
             model.outputs(parameters, data.test_batch(np.zeros(1, np.int64)).inputs)
 
 
@@ -157,7 +150,7 @@ def _not_alike(outputs: torch.Tensor, targets: Any) -> UserCodeError:
 def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | None:
     """The model's own loss; None if held-out targets are only for metrics, so the loss refuses them."""
     try:
-        with _users_code("loss"):
+        with users_code("loss"):
             loss: float = model.held_out_loss(parameters, batch)
             return loss
     except UserCodeError:
@@ -182,7 +175,7 @@ def _outputs(model: Model, parameters: torch.Tensor, batch: Batch, *, needed: bo
 class _Tally:
     """Sums over the batches of an evaluation."""
 
-    metrics: Mapping[str, Metric]
+    metrics: Metrics
     correct: int = 0
     squares: float = 0.0
     elems: int = 0  # number of targets that were compared
@@ -190,7 +183,6 @@ class _Tally:
     classes: bool = False
     losses: float = 0.0  # sum of the model's own
     has_loss: bool = False
-    sums: dict[str, float] = field(default_factory=dict)
 
     def add_loss(self, loss: float, batch: Batch, reduction: Reduction) -> None:
         if not math.isfinite(loss):
@@ -210,15 +202,7 @@ class _Tally:
                 _check_numbers(outputs, batch)
                 compared = self._compare(outputs, targets)
         self.samples += batch.num_samples
-        for name, metric in self.metrics.items():
-            with _users_code(f"metric {name!r}"):
-                value = float(metric(outputs, targets))
-            if not math.isfinite(value):
-                raise UserCodeError(
-                    f"in an evaluation, the metric {name!r} gave {value} for {_held_out(batch)}; expected a finite "
-                    "number for each batch"
-                )
-            self.sums[name] = self.sums.get(name, 0.0) + value * batch.num_samples
+        self.metrics.add(batch, outputs, targets)
         return compared
 
     def _compare(self, outputs: torch.Tensor, targets: torch.Tensor) -> Compared:
@@ -249,7 +233,7 @@ class _Tally:
             self.correct / self.elems if compared and self.classes else None,
             loss,
             self.samples,
-            {name: total / self.samples for name, total in self.sums.items()},
+            self.metrics.values(),
             own_loss=self.has_loss and not compared,
         )
 
@@ -276,18 +260,6 @@ def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
             else "; the inputs have none: look at the model, or lower the learning rate"
         )
     )
-
-
-@contextmanager
-def _users_code(whose: str) -> Iterator[None]:
-    """Adds the origin to an error of the user's code, and keeps its traceback."""
-    try:
-        yield
-    except GradstreamError:
-        raise
-    except Exception as error:
-        message = f"in an evaluation, the {whose} raised {type(error).__name__}: {error}"
-        raise UserCodeError(message, traceback.format_exc()) from error
 
 
 @dataclass(frozen=True, slots=True)
