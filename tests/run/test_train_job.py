@@ -232,7 +232,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
     assert run.info["node_environment"]["OMP_WAIT_POLICY"]  # there are shards beside the workers
     assert run.info.keys() >= {"argv", "git_commit", "machine", "versions"}
     assert set(os.listdir("kept")) == {
-        ".launcher", ".lock", "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
+        ".launcher", ".lock", "checkpoints", "code.zip", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
     }  # fmt: skip
     with pytest.raises(gs.errors.ConfigError, match="not an empty directory"):
         gs.train(load_job("linear.py"), run_dir=Path("kept"))

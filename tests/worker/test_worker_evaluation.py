@@ -106,7 +106,10 @@ def test_classes_trees_and_nothing_to_compare() -> None:
     assert found.accuracy == int((scores.argmax(1) == torch.from_numpy(y)).sum()) / 300
     assert found.metrics["top2"] == pytest.approx(top2(scores, torch.from_numpy(y)))
     assert found.metrics["top2"] > found.accuracy
-    assert found.loss is None
+    assert found.loss == pytest.approx(
+        float(torch.nn.functional.cross_entropy(scores, torch.from_numpy(y))), rel=1e-6
+    )
+    assert found.own_loss
     assert found.num_samples == 300
 
 

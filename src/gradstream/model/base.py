@@ -118,9 +118,10 @@ class Model(Protocol):
         buffers() -> Mapping[str, np.ndarray]               copies
         load_buffers(buffers: Mapping[str, np.ndarray])     ignores names that it does not know
 
-    A model that can compute its loss on held-out samples has these, used where there is no accuracy:
+    A model that can compute its loss on held-out samples has one of the first two; evaluations use them:
 
-        held_out_loss(parameters, batch: Batch) -> float    mean or sum, as `reduction` says; evaluation mode
+        loss_of(outputs, targets) -> float                  of outputs that are there; mean or sum, as `reduction` says
+        held_out_loss(parameters, batch: Batch) -> float    the same, in evaluation mode; where there is no accuracy
         calls_itself: bool                                  the loss calls the module; `outputs` may not work
 
     A model whose layout has row-sparse tensors takes `rows: RowGradient` in `gradient`. If it is given, their

@@ -105,6 +105,11 @@ class DeviceModel(TorchModel):
             brought: torch.Tensor = tree_map_only(torch.Tensor, torch.Tensor.cpu, outputs)
         return brought
 
+    def loss_of(self, outputs: Any, targets: Any) -> float:
+        """See `TorchModel.loss_of`."""
+        with self._placed().streams.current():
+            return super().loss_of(self._tensors(outputs), self._tensors(targets))
+
     def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
         """See `TorchModel.held_out_loss`."""
         with self._placed().streams.current():

@@ -175,6 +175,12 @@ class FunctionsModel:
         array = self._outputs(self._views(parameters), for_numpy(inputs, self._dtype))
         return torch.as_tensor(np.asarray(array))
 
+    def loss_of(self, outputs: torch.Tensor, targets: Any) -> float:
+        """The user's loss of outputs; NaN if it is unknown."""
+        if self._loss is None:
+            return math.nan
+        return _loss_value(self._loss(outputs.numpy(), for_numpy(targets, self._dtype)))
+
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """Parameters by name (nested names joined by dots), as numpy views of the flat vector."""
         views = dict(self.layout.views(parameters))

@@ -7,6 +7,7 @@ change JAX's configuration, and does not use `jax.distributed`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -161,6 +162,18 @@ class JaxModel:
         if array.dtype.kind not in "biufc":  # bfloat16, which torch cannot read from numpy
             array = array.astype(np.float32)
         return torch.from_numpy(array.copy())
+
+    calls_itself = False
+
+    def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
+        """The user's loss; NaN where it draws random numbers, since it may be another one in training."""
+        if self._takes_rng:
+            return math.nan
+        inputs, targets = for_numpy(batch.inputs, self._dtype), for_numpy(batch.targets, self._dtype)
+        with precision(self._dtype):
+            whole = inputs if targets is None else (inputs, targets)
+            loss, _ = self._functions.loss_and_gradient(self._tree(parameters), whole, _seed32(0))
+        return float(loss)
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, Array]:
         """Parameters by name, as numpy views of the flat vector, in the order of the tree."""

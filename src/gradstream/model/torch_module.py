@@ -187,6 +187,11 @@ class TorchModel:
         """Whether the loss calls the module itself: `loss_of="batch"`."""
         return self._takes_batch
 
+    def loss_of(self, outputs: Any, targets: Any) -> float:
+        """The loss of outputs in main memory, without a graph; see `worker.evaluation`."""
+        with torch.no_grad():
+            return float(self._loss(outputs, targets))
+
     def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
         """The loss in eval() mode, without a graph; see `worker.evaluation`."""
         built = self._module()

@@ -33,7 +33,9 @@ def evaluation_of_run(run: Run) -> Evaluation | None:
     """
     final = [row for row in run.evaluations if row["final"]]
     if final and final[-1]["accuracy"] is not None:  # else the event does not say which loss it has
-        return Evaluation(final[-1]["accuracy"], None, final[-1]["held_out"], final[-1]["metrics"])
+        kept = final[-1]
+        own = kept["loss"] is not None
+        return Evaluation(kept["accuracy"], kept["loss"], kept["held_out"], kept["metrics"], own_loss=own)
     assert run.path is not None
     try:
         opened, _ = reopen(run.path)

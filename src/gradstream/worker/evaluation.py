@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gradstream.data.base import Dataset
-from gradstream.errors import UserCodeError
+from gradstream.errors import GradientError, UserCodeError
 from gradstream.model.base import Model, Reduction
 from gradstream.model.batch import Batch, leaves_of
 from gradstream.optim.schedules import Position
@@ -36,8 +36,8 @@ class Evaluation:
 
     Args:
         accuracy: fraction of samples whose largest output is that of the target class; None in regression.
-        loss: mean squared error in regression; where outputs and targets cannot be compared, the model's own
-            loss per sample, if it has one (`from_torch`); None in classification.
+        loss: mean squared error in regression; else the model's own loss per sample, in evaluation mode; None where
+            that is unknown (`from_functions` without `loss`, a loss of JAX that takes a key) or not finite.
         num_samples: number of held-out samples.
         metrics: value of each of the user's metrics over all samples, by name.
         own_loss: `loss` is the model's own.
@@ -84,7 +84,9 @@ def evaluate(
         if compared == "broadcast":
             _check_not_broadcast(model, parameters, batch, outputs)
         loss = None
-        if not tally.elems and hasattr(model, "held_out_loss"):
+        if tally.classes:
+            tally.losses += _loss_beside_accuracy(model, parameters, batch, outputs)
+        elif not tally.elems and hasattr(model, "held_out_loss"):
             loss = _own_loss(model, parameters, batch)
             if loss is not None:
                 tally.add_loss(loss, batch, model.reduction)
@@ -159,6 +161,20 @@ def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | Non
         return None
 
 
+def _loss_beside_accuracy(model: Any, parameters: torch.Tensor, batch: Batch, outputs: torch.Tensor) -> float:
+    """The sum of a classifier's loss over the samples of a batch; NaN if it is unknown."""
+    if not (hasattr(model, "loss_of") or hasattr(model, "held_out_loss")):
+        return math.nan
+    try:
+        with users_code("loss"):
+            given = hasattr(model, "loss_of") and not getattr(model, "calls_itself", False)
+            targets = torch.as_tensor(batch.targets)
+            loss: float = model.loss_of(outputs, targets) if given else model.held_out_loss(parameters, batch)
+    except (UserCodeError, GradientError):
+        return math.nan  # held-out targets may be for the accuracy alone
+    return loss * (batch.num_samples if model.reduction == "mean" else 1)
+
+
 def _outputs(model: Model, parameters: torch.Tensor, batch: Batch, *, needed: bool) -> Any:
     """The outputs, for metrics and to compare with targets; None if only the loss can call the module."""
     if needed or not getattr(model, "calls_itself", False):
@@ -228,13 +244,14 @@ class _Tally:
         compared = self.elems > 0
         loss = self.losses / self.samples if self.has_loss else None
         if compared:
-            loss = None if self.classes else self.squares / self.elems
+            own = self.losses / self.samples if math.isfinite(self.losses) else None
+            loss = own if self.classes else self.squares / self.elems
         return Evaluation(
             self.correct / self.elems if compared and self.classes else None,
             loss,
             self.samples,
             self.metrics.values(),
-            own_loss=self.has_loss and not compared,
+            own_loss=loss is not None and (self.classes or not compared),
         )
 
 
