@@ -14,6 +14,7 @@ from gradstream.run.planning import metrics_of
 from gradstream.run.preparation import LaunchOptions
 from gradstream.run.result import Run
 from gradstream.trackers.services import trackers_of
+from gradstream.untrusted import say
 
 
 def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
@@ -21,6 +22,8 @@ def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
     job = plan.job
     callbacks = callbacks_of(job, run_dir)
     options = dataclasses.replace(options, on_event=callbacks.beside(options.on_event))
+    if plan.policy is not None and not options.is_trial:
+        say(f"{run_dir}: {plan.policy}")
     try:
         Launcher(plan, run_dir, options).run()
     except (GradstreamError, Interrupted):

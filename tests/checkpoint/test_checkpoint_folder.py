@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from gradstream.checkpoint import (
 from gradstream.checkpoint.folder import data_offset
 from gradstream.checkpoint.format import header_of, parse, spec_of
 from gradstream.checkpoint.policy import KeptCheckpoint
+from gradstream.coordinator.last_attempt import LastAttempt
 from gradstream.data.progress import DataProgress, merged
 from gradstream.errors import DataError
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
@@ -193,6 +195,29 @@ def test_a_simulation_that_keeps_no_checkpoint_refuses_it_too() -> None:
     model, data = least_squares(16, 2)
     with pytest.raises(gs.errors.ConfigError, match="checkpoint_every='often'"):
         gs.simulate(model, data, workers=1, batch_size=8, epochs=1, checkpoint_every="often")
+
+
+def test_a_young_run_loses_half_of_its_time_at_most() -> None:
+    """A cable pulled at minute 9 lost all: the first checkpoint came after ten."""
+    progress = SimpleNamespace(step=0, ledger=SimpleNamespace(num_complete=0))
+    last, policy, made = LastAttempt(cast("Any", progress)), Policy(every=parse_every("10min")), []
+    last.begin(1000.0)  # it had waited for machines
+    for second in range(1000, 5000):
+        progress.step += 1
+        if last.is_due(policy, float(second)):
+            made.append(second - 1000)
+            last.begun(float(second))
+    assert made == [60, 120, 240, 480, 960, 1560, 2160, 2760, 3360, 3960]
+    assert str(policy) == "the first checkpoint comes after 60 s, later ones at most 10 min apart"
+    for value, words in (
+        (500, "every 500 steps"),
+        ("epoch", "every epoch"),
+        ("30s", "every 30 s"),
+        ("1.5h", "1.5 h"),
+    ):
+        assert words in str(Policy(every=parse_every(value)))
+    assert Policy(every=parse_every("30s")).due(steps=1, epochs=0, seconds=30.0, before_s=0.0)
+    assert not Policy(every=parse_every(5)).due(steps=4, epochs=9, seconds=1e9, before_s=0.0)
 
 
 def test_the_newest_and_the_best_are_kept() -> None:

@@ -36,7 +36,7 @@ def step(loss: float | None, samples: int = 4) -> dict[str, Any]:
 
 
 def evaluated(accuracy: float | None) -> dict[str, Any]:
-    return {"event": "evaluated", "accuracy": accuracy, "loss": None, "step": 30}
+    return {"event": "evaluated", "accuracy": accuracy, "loss": None, "step": 30, "metrics": {}}
 
 
 def test_accuracy_is_that_of_an_evaluation() -> None:
@@ -53,6 +53,30 @@ def test_the_test_loss_is_that_of_an_evaluation() -> None:
     assert not criterion.event(evaluated(1.0))
     assert not criterion.event({**evaluated(None), "loss": 2.41})
     assert criterion.event({**evaluated(None), "loss": 2.4}) == "test loss 2.4 <= 2.4 after step 30"
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("max", 1), ("min", -1)])
+def test_patience_counts_evaluations_since_the_best(mode: Any, sign: int) -> None:
+    criterion = StoppingCriterion(gs.until(monitor="f1", mode=mode, patience=3, reaches=sign * 0.9))
+
+    def say(value: float) -> str:
+        return criterion.event({**evaluated(0.1), "metrics": {"f1": sign * value, "other": 9.0}})
+
+    assert [say(value) for value in (0.2, 0.5, 0.4, 0.5, 0.6, 0.1, 0.6)] == [""] * 7
+    assert not criterion.event(evaluated(0.1))  # without the figure
+    assert say(0.55) == f"f1 {sign * 0.55:.4g} after step 30, 3 evaluations after its best, {sign * 0.6:.4g}"
+    other = StoppingCriterion(gs.until(monitor="f1", mode=mode, reaches=sign * 0.9))
+    reached = other.event({**evaluated(None), "metrics": {"f1": sign * 0.9}})
+    assert reached == f"f1 {sign * 0.9:.4g} {'>=' if sign > 0 else '<='} {sign * 0.9:g} after step 30"
+
+
+def test_patience_watches_the_test_loss_unless_it_is_told_another_figure() -> None:
+    criterion = StoppingCriterion(gs.until(patience=1))
+    assert not criterion.event({**evaluated(0.5), "loss": 1.0})
+    assert not criterion.event({**evaluated(0.4), "loss": 0.9})
+    assert criterion.event({**evaluated(0.6), "loss": 1.1}).startswith(
+        "test_loss 1.1 after step 30, 1 evaluations"
+    )
 
 
 def test_the_loss_is_a_moving_mean_of_enough_minibatches() -> None:
@@ -85,6 +109,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"test_loss": True}, "test_loss is True; expected a finite number"),
     ({"seconds": 0}, "seconds is 0"),
     ({"samples": -5}, "samples is -5"),
+    ({"patience": 0}, "patience is 0; expected a number > 0"),
+    ({"monitor": "f1"}, "monitor='f1' needs reaches or patience"),
+    (
+        {"monitor": "f1", "patience": 3},
+        "mode is None; expected 'max' if the largest f1 is the best, or 'min'",
+    ),
+    ({"mode": "up", "patience": 3}, "mode is 'up'; expected 'max' if the largest test_loss"),
 ]
 
 
@@ -120,6 +151,20 @@ def test_a_goal_that_no_evaluation_has_is_refused_at_the_first_one() -> None:
         simulate(model, data, until=gs.until(accuracy=0.9), **options)
     run = simulate(model, data, until=gs.until(test_loss=1e9), **options)
     assert str(run.summary["reason"]).startswith("test loss ")
+
+
+def test_a_metric_ends_a_run_and_a_misspelt_one_is_named() -> None:
+    model, data = regression()
+    options: Any = {"workers": 2, "batch_size": 4, "epochs": 90, "evaluate_every": 2}
+    metrics = {"none": lambda outputs, targets: 1.0}
+    until = gs.until(monitor="none", mode="max", patience=4)
+    run = simulate(model, data, until=until, metrics=metrics, **options)
+    assert str(run.summary["reason"]).endswith("4 evaluations after its best, 1")
+    assert len(run.evaluations) == 5 + 1  # and the last one, of the final parameters
+    with pytest.raises(ConfigError, match=r"monitor=…. 'nono' .did you mean 'none'"):
+        simulate(
+            model, data, until=gs.until(monitor="nono", mode="max", patience=4), metrics=metrics, **options
+        )
 
 
 def test_it_travels_as_a_table() -> None:

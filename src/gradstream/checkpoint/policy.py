@@ -11,6 +11,9 @@ from typing import Literal
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.errors import ConfigError
 
+FIRST_S = 60.0
+"""Seconds after which the first checkpoint is due, where the interval is a longer time."""
+
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
 
@@ -57,6 +60,9 @@ class KeptCheckpoint:
 class Policy:
     """When a checkpoint is due, and which are kept.
 
+    An interval of time is not longer than the run had gone on at its last checkpoint, or `FIRST_S`: a run that dies
+    young loses half of its time at most.
+
     Args:
         every: interval between checkpoints; None makes one only when the run is stopped.
         keep_last: number of the newest checkpoints to keep, at least 1.
@@ -67,12 +73,28 @@ class Policy:
     keep_last: int = 2
     keep_best: bool = True
 
-    def due(self, *, steps: int, epochs: int, seconds: float) -> bool:
-        """Whether a checkpoint is due, so many steps, data epochs and seconds after the last one."""
+    def due(self, *, steps: int, epochs: int, seconds: float, before_s: float = math.inf) -> bool:
+        """Whether a checkpoint is due, so many steps, data epochs and seconds after the last one.
+
+        Args:
+            steps, epochs, seconds: since the last one.
+            before_s: for how long the run had gone on then.
+        """
         if self.every is None or steps <= 0:
             return False
-        done = {"steps": steps, "epochs": epochs, "seconds": seconds}[self.every.unit]
-        return done >= self.every.amount
+        if self.every.unit == "seconds":
+            return seconds >= min(self.every.amount, max(FIRST_S, before_s))
+        return {"steps": steps, "epochs": epochs}[self.every.unit] >= self.every.amount
+
+    def __str__(self) -> str:
+        """When checkpoints are made, in words."""
+        if self.every is None:
+            return "a checkpoint is made when the run is stopped, and at no other time"
+        amount, unit = self.every.amount, self.every.unit
+        if unit == "seconds" and amount > FIRST_S:
+            return f"the first checkpoint comes after {FIRST_S:g} s, later ones at most {_time(amount)} apart"
+        every = _time(amount) if unit == "seconds" else f"{amount:g} {unit}" if amount > 1 else unit[:-1]
+        return f"a checkpoint comes every {every}"
 
     def superfluous(self, there: Sequence[KeptCheckpoint]) -> list[KeptCheckpoint]:
         """Returns the checkpoints of `there` that are not kept. `there` is sorted, oldest first."""
@@ -83,3 +105,10 @@ class Policy:
             best = max(judged, key=lambda one: one.evaluated.rank if one.evaluated else (0.0, 0.0))
             wanted.add(best.folder)
         return [one for one in there if one.folder not in wanted]
+
+
+def _time(seconds: float) -> str:
+    """A time in words: "10 min"."""
+    units = {"h": 3600.0, "min": 60.0, "s": 1.0}
+    name = next((name for name, unit_s in units.items() if seconds >= unit_s), "s")
+    return f"{seconds / units[name]:g} {name}"

@@ -13,13 +13,14 @@ class LastAttempt:
         progress: the steps and data epochs in the model.
     """
 
-    KEPT = ("_latest", "_since_s")
+    KEPT = ("_latest", "_since_s", "_begun_s")
     """See `durable.state`."""
 
     def __init__(self, progress: SampleProgress) -> None:
         self._progress = progress
         self._latest = self._reached
         self._since_s: float | None = None  # since when no snapshot was tried
+        self._begun_s = 0.0
 
     @property
     def _reached(self) -> tuple[int, int]:
@@ -29,7 +30,7 @@ class LastAttempt:
     def begin(self, at_s: float) -> None:
         """Begins the time of a run that has made no attempt yet."""
         if self._since_s is None:
-            self._since_s = at_s
+            self._since_s = self._begun_s = at_s
 
     def begun(self, at_s: float) -> None:
         """Notes that an attempt begins."""
@@ -42,5 +43,6 @@ class LastAttempt:
     def is_due(self, policy: Policy, at_s: float) -> bool:
         """Whether the next checkpoint is due."""
         (steps, epochs), (step, epoch) = self._reached, self._latest
-        seconds = 0.0 if self._since_s is None else at_s - self._since_s
-        return policy.due(steps=steps - step, epochs=epochs - epoch, seconds=seconds)
+        since_s = at_s if self._since_s is None else self._since_s
+        seconds, before_s = at_s - since_s, since_s - self._begun_s
+        return policy.due(steps=steps - step, epochs=epochs - epoch, seconds=seconds, before_s=before_s)

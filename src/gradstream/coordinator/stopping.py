@@ -6,12 +6,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gradstream.errors import ConfigError
 
 MEMORY = 0.95
 """Weight of the earlier losses in the moving mean, for each minibatch."""
+
+_MODES = {"accuracy": "max", "test_loss": "min"}
 
 FEWEST = 20
 """Minibatches before the training loss counts: one low loss is no progress."""
@@ -27,6 +29,11 @@ class Until:
         test_loss: largest loss on held-out samples. Needs `evaluate_every`.
         seconds: training time.
         samples: number of samples in the model.
+        monitor: figure of the evaluations that `reaches` and `patience` are about: "accuracy", "test_loss", or the name
+            of a metric. None is "test_loss". Needs `evaluate_every`.
+        mode: whether its largest value is the best, "max", or its smallest, "min". None knows it of the first two.
+        reaches: value of `monitor` that is as good as it has to be.
+        patience: number of evaluations in a row after which the run ends, if none of them is better than the best one.
 
     Raises:
         ConfigError: no criterion, or one out of its range.
@@ -37,24 +44,48 @@ class Until:
     test_loss: float | None = None
     seconds: float | None = None
     samples: int | None = None
+    monitor: str | None = None
+    mode: Literal["min", "max"] | None = None
+    reaches: float | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        figure, mode = given.pop("monitor", None), given.pop("mode", None)
+        if (figure or mode) and not self.monitors:
+            raise ConfigError(f"until: monitor={figure!r} needs reaches or patience")
         if not given:
-            raise ConfigError("until: no criterion; expected accuracy, loss, test_loss, seconds or samples")
+            raise ConfigError(
+                "until: no criterion; expected accuracy, loss, test_loss, seconds, samples, reaches or patience"
+            )
+        if self.monitors and mode not in ("min", "max") and (mode or figure not in (None, *_MODES)):
+            raise ConfigError(
+                f"until: mode is {mode!r}; expected 'max' if the largest {self.monitors} is the best, or 'min'"
+            )
         for name, value in given.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            of_loss = name in ("loss", "test_loss")
+            of_loss = name in ("loss", "test_loss", "reaches")
             if not number or (value <= 0 and not of_loss) or (name == "accuracy" and value > 1):
                 expected = "a finite number" if of_loss else "a number > 0"
                 expected = "a number in (0, 1]" if name == "accuracy" else expected
                 raise ConfigError(f"until: {name} is {value!r}; expected {expected}")
 
     @property
+    def monitors(self) -> str:
+        """The figure that `reaches` and `patience` are about; "" without either."""
+        return "" if self.reaches is None and self.patience is None else self.monitor or "test_loss"
+
+    @property
     def evaluated(self) -> dict[str, float]:
         """The criteria that only evaluations can reach."""
+        names = ("accuracy", "test_loss", "reaches", "patience")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def goals(self) -> set[str]:
+        """The figures of evaluations that these criteria are about."""
         both = {"accuracy": self.accuracy, "test_loss": self.test_loss}
-        return {name: value for name, value in both.items() if value is not None}
+        return {name for name, value in both.items() if value is not None} | {self.monitors} - {""}
 
 
 def until(
@@ -64,14 +95,30 @@ def until(
     test_loss: float | None = None,
     seconds: float | None = None,
     samples: int | None = None,
+    monitor: str | None = None,
+    mode: Literal["min", "max"] | None = None,
+    reaches: float | None = None,
+    patience: int | None = None,
 ) -> Until:
     """Ends a run before its epochs or steps do, with the first criterion that is reached: see `Until`.
 
     Example:
-        >>> until(accuracy=0.9, seconds=3600)
-        Until(accuracy=0.9, loss=None, test_loss=None, seconds=3600, samples=None)
+        >>> until(accuracy=0.9, seconds=3600).accuracy
+        0.9
+        >>> until(monitor="f1", mode="max", reaches=0.8, patience=5).monitors
+        'f1'
     """
-    return Until(accuracy=accuracy, loss=loss, test_loss=test_loss, seconds=seconds, samples=samples)
+    return Until(
+        accuracy=accuracy,
+        loss=loss,
+        test_loss=test_loss,
+        seconds=seconds,
+        samples=samples,
+        monitor=monitor,
+        mode=mode,
+        reaches=reaches,
+        patience=patience,
+    )
 
 
 class StoppingCriterion:
@@ -83,13 +130,15 @@ class StoppingCriterion:
         until: the criteria.
     """
 
-    KEPT = ("_loss", "_num_losses")
+    KEPT = ("_loss", "_num_losses", "_best", "_worse")
     """See `durable.state`."""
 
     def __init__(self, until: Until) -> None:
         self.until = until
         self._loss = 0.0
         self._num_losses = 0
+        self._best: float | None = None
+        self._worse = 0  # evaluations since the best one
 
     @property
     def needs_events(self) -> bool:
@@ -121,7 +170,26 @@ class StoppingCriterion:
         loss, largest = event["loss"], self.until.test_loss
         if loss is not None and largest is not None and loss <= largest:
             return f"test loss {loss:.4g} <= {largest:g} after step {event['step']}"
-        return ""
+        return self._monitored(event) if self.until.monitors else ""
+
+    def _monitored(self, event: Mapping[str, Any]) -> str:
+        until, name = self.until, self.until.monitors
+        figures = {**event.get("metrics", {}), "accuracy": event["accuracy"], "test_loss": event["loss"]}
+        value, sign = figures.get(name), -1 if (until.mode or _MODES.get(name)) == "min" else 1
+        if value is None:
+            return ""
+        if until.reaches is not None and sign * value >= sign * until.reaches:
+            return f"{name} {value:.4g} {'<=' if sign < 0 else '>='} {until.reaches:g} after step {event['step']}"
+        if self._best is None or sign * value > sign * self._best:
+            self._best, self._worse = value, 0
+        else:
+            self._worse += 1
+        if until.patience is None or self._worse < until.patience:
+            return ""
+        return (
+            f"{name} {value:.4g} after step {event['step']}, {self._worse} evaluations after its best, "
+            f"{self._best:.4g}"
+        )
 
     def counted(self, samples: int | None) -> str:
         """Takes the number of samples in the model; None in a stream that does not count them."""

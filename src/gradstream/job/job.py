@@ -140,8 +140,8 @@ class Job:
             where all nodes exchange through shared memory, more for large models
             (`wire.chunks.shared_chunk_elems`). It changes no result, but where fragments of `streaming-diloco` end.
         checkpoint_every: steps between two checkpoints (strategy "auto": as for `evaluate_every`), "epoch", or a time
-            such as "10min"; None makes one only when the run is stopped. At the end of a run there is its result and
-            no checkpoint.
+            such as "10min", the first then after a minute; None makes one only when the run is stopped. At the end of
+            a run there is its result and no checkpoint.
         keep_last: number of newest checkpoints that are kept.
         keep_best: whether the checkpoint with the best evaluation is kept too, where the run is evaluated.
         device: device of a `from_torch` model: "cpu", "cuda" (worker r takes GPU r modulo the number of GPUs

@@ -113,6 +113,9 @@ def _check_evaluation(job: Job) -> None:
     every = job.evaluate_every
     if job.until is not None and not isinstance(job.until, Until):
         raise ConfigError(f"until={job.until!r}: expected gradstream.until(accuracy=0.9), for example")
+    figures = ["accuracy", "test_loss", *job.metrics]
+    if job.until is not None and job.until.monitors not in ("", *figures):
+        raise UnknownNameError("figure of evaluations, until(monitor=…)", job.until.monitors, figures)
     if every is None:
         for name, value in job.until.evaluated.items() if job.until is not None else ():
             raise ConfigError(

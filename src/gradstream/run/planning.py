@@ -153,7 +153,7 @@ def _plan_job(
         check_fetch_codec(job, strategy)
     check_split(job, strategy, optimizer)
     ends = (job.until, None if of is None else of[0].phases[of[1].number].until)
-    goals = sorted({name for until in ends if until is not None for name in until.evaluated})
+    goals = sorted({name for until in ends if until is not None for name in until.goals})
     plan = RunPlan(
         id=run_id,
         job=job,

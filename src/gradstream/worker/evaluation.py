@@ -107,7 +107,7 @@ def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None
 
 
 def check_goals(found: Evaluation, goals: Collection[str]) -> None:
-    """Checks that an evaluation has what ends the run: "accuracy", "test_loss".
+    """Checks that an evaluation has what ends the run: "accuracy", "test_loss"; metrics are always there.
 
     Raises:
         UserCodeError: it has not, so the run would never reach its goal.
