@@ -212,6 +212,17 @@ def test_rounding_to_the_nearest_level_is_seen_as_biased(monkeypatch: pytest.Mon
         test_the_mean_is_the_tensor_and_the_variance_within_its_bound(C.QSGD(bits=4, bucket=8))
 
 
+@pytest.mark.parametrize("scale", [1e30, 3e38, 1e-25, 1e-32])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_norm_whose_squares_float32_does_not_hold(scale: float, bits: int) -> None:
+    codec = C.QSGD(bits=bits, bucket=8)
+    numbers = torch.tensor([1.0, -1.0, 0.5, 0.0, 0.25, -0.5, 1.0, 0.0]).repeat(4)
+    whole = sent(codec, numbers * scale) / scale
+    assert torch.isfinite(whole).all()
+    assert float((whole - numbers).abs().max()) <= float(numbers[:8].norm()) / codec.levels * 1.001
+    assert not sent(codec, numbers * 1e-40).any()  # nor a NaN below
+
+
 def test_equal_seeds_have_equal_places_whose_sums_are_sums() -> None:
     codec, one, two = C.RandomK(0.2), normal(100, 1), normal(100, 2)
     assert codec.linear

@@ -48,6 +48,30 @@ def test_it_is_within_5_percent_after_ten_thousand_draws(sizes: Sequence[int]) -
     assert value == pytest.approx(truth, rel=0.05)
 
 
+@pytest.mark.parametrize("each", [20, 49, 85])
+def test_minibatches_of_an_epoch_have_no_sample_twice(each: int) -> None:
+    """Three workers of 256 samples, whose means vary less than of samples drawn anew."""
+    rng = np.random.default_rng(4)
+    samples = rng.standard_normal((256, 5)) * 3.0
+    samples += 0.247 - samples.mean(0)  # B = 147
+    truth = samples.var(0, ddof=1).sum() / (samples.mean(0) ** 2).sum()
+    corrected, anew = NoiseScale(decay=1.0, population=256), NoiseScale(decay=1.0)
+    for _ in range(4000):
+        drawn = rng.permutation(256)[: 3 * each].reshape(3, each)
+        means = samples[drawn].mean(1)
+        draw = 3 * each, 1 / each, float((means**2).sum(1).mean()), float((means.mean(0) ** 2).sum())
+        corrected.add(*draw)
+        anew.add(*draw)
+    assert corrected.value == pytest.approx(truth, rel=0.15)
+    assert anew.value is None or anew.value > 2 * truth
+
+
+def test_the_number_of_samples_is_that_of_the_run() -> None:
+    started = {"event": "started", "num_samples": 4}
+    value, _, _ = noise_scale_of([started, *WHOLE])
+    assert value == 4.0 / (3.0 - 4.0 * (1 / 2 - 1 / 4))
+
+
 @pytest.mark.parametrize(
     ("sizes", "fault"), [(EQUAL, "sum"), (UNEVEN, "one worker"), (UNEVEN, "mean of sizes")]
 )

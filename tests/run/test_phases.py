@@ -541,6 +541,22 @@ def test_a_step_grows_to_a_multiple_of_the_noise_scale(multiple: float) -> None:
     assert abs(grows_to(theta) - 36 * multiple / 8) <= 2 * multiple
 
 
+def test_a_step_never_needs_more_than_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means over minibatches of an epoch vary less than of samples that are drawn anew, and over all not at all."""
+    monkeypatch.setattr(variance_test, "MEMORY", 1 - 1e-4)
+    rng = np.random.default_rng(0)
+    samples = 0.5 + 3.0 * rng.standard_normal((120, 10))
+    test = VarianceTest(0.1, 2, 2, 1000, population=120)
+    grown = []
+    for _ in range(6000):
+        parts = samples[rng.permutation(120)[:60]].reshape(2, 30, 10).mean(1)
+        event = {"event": "step", "samples": 60, "square": float((parts.mean(0) ** 2).sum())}
+        grown.append(test.event({**event, "part_squares": float((parts**2).sum(1).mean())}))
+    assert test._variance == pytest.approx(samples.var(0, ddof=1).sum(), rel=0.1)
+    assert test._square == pytest.approx((samples.mean(0) ** 2).sum(), rel=0.1)
+    assert set(grown) == {0}  # 2 workers of 2 minibatches of 30 have all of 120 samples
+
+
 def test_a_mean_gradient_that_has_its_own_variance_in_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = VarianceTest._grown
 

@@ -86,7 +86,7 @@ class Twin:
             share = max(1 / (number + 1), 1 - DECAY)
             trace, square = (
                 trace + share * (new - trace),
-                square + share * (big - new / sizes.sum() - square),
+                square + share * (big - new * (1 / sizes.sum() - 1 / SAMPLES) - square),
             )
         return float(trace / square)
 

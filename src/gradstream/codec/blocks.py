@@ -26,11 +26,11 @@ class Blocks:
 
         int8      q = round(127 · x / m)        x ≈ m / 127 · q         1 + 4/block bytes an element
         int4      q = round(7 · x / m)          x ≈ m / 7 · q           1/2 + 4/block
-        float4    ± 0, 1/64, 1/32, ... 1, the nearest to x / m          1/2 + 4/block       0 below 3/256
+        float4    ± 1/64, 1/32, ... 1, the nearest to x / m             1/2 + 4/block       ± 0 below 3/256
 
     Within a block, int8 and int4 have an error of up to m/254 and m/14, whatever the number. That of float4 is up to a
-    third of the number, and m/85: gradients have many small numbers. Numbers are rounded to the nearest, so means over
-    many steps are biased unless `ErrorFeedback` is around it.
+    third of the number, and m/85: gradients have many small numbers. Numbers are rounded to the nearest, and those of
+    float4 between 2/256 and 3/256 to 0. So means over many steps are biased unless `ErrorFeedback` is around it.
 
     Args:
         kind: "int8", "int4", or "float4" (sign and three bits of exponent, E3M0).

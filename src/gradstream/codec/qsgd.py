@@ -13,6 +13,12 @@ from gradstream.codec.base import NO_STATE
 from gradstream.codec.bits import TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
 from gradstream.errors import ConfigError
 
+_SAFE_NORM = 1e-15, 1e18
+"""Norms between which float32 holds the squares that they are made of."""
+
+_LEAST_NORM = 1e-36
+"""Below it the quotient of level and norm is no number of float32: the bucket is sent as zeros."""
+
 
 @dataclass(frozen=True, slots=True)
 class QSGD:
@@ -76,7 +82,10 @@ class QSGD:
         for elems, buckets, places in tiles(len(tensor), self.bucket, self.bits):
             numbers = tensor[elems].view(buckets.stop - buckets.start, -1)
             norm = torch.linalg.vector_norm(numbers, dim=1, out=norms[buckets])
-            inverse = torch.where(norm > 0, self.levels / norm, 0.0).unsqueeze(1)
+            if norm.max() > _SAFE_NORM[1] or norm.min() < _SAFE_NORM[0]:  # squares may be beyond float32
+                wide = torch.linalg.vector_norm(numbers, dim=1, dtype=torch.float64)
+                norm.copy_(wide.clamp_(max=torch.finfo(torch.float32).max))
+            inverse = torch.where(norm > _LEAST_NORM, self.levels / norm, 0.0).unsqueeze(1)
             # Uniform in 65,536 steps, and so fair to 1e-5 of a level.
             draws = generator.integers(1 << 16, size=numbers.shape, dtype=np.uint16)
             level = torch.from_numpy(draws.astype(np.float32)).add_(0.5).mul_(2.0**-16)

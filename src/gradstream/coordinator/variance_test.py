@@ -3,13 +3,15 @@
 A step of W workers, each with k minibatches of b samples, has n = Wkb samples. With V the sum of the variances of all
 elements of one sample's gradient, and G the mean gradient:
 
-    grow if        V / n > θ²·|G|²
-    to             n' = V / (θ²·|G|²)        that is k' = ⌈n' / (W·b)⌉ minibatches, at least k + 1
+    grow if        V · (1/n - 1/N) > θ²·|G|²
+    to             n' = 1 / (θ²·|G|²/V + 1/N)        that is k' = ⌈n' / (W·b)⌉ minibatches, at least k + 1
+
+N is the number of training samples, of which an epoch has each once: so much do means of n of them vary.
 
 V and G come from lengths that each worker has anyway: |gⱼ|² of its k minibatches, and |ḡ|² of their mean. Unbiased are
 
     V    ≈ (mean |gⱼ|² - |ḡ|²) / (1/b - 1/(kb))
-    |G|² ≈ (kb·|ḡ|² - b·mean |gⱼ|²) / (kb - b)
+    |G|² ≈ |ḡ|² - V · (1/(kb) - 1/N)
 
 so k is 2 or more. Both are averaged over steps and workers, each by itself, before they are compared: the mean of a
 quotient is not the quotient of the means. Nothing is computed at other samples, and nothing is exchanged.
@@ -40,16 +42,20 @@ class VarianceTest:
         workers: W.
         accumulate: k, at least 2.
         largest: the most minibatches of a step.
+        population: N; infinite in a stream.
     """
 
     KEPT = ("_variance", "_square", "_count")
     """See `durable.state`."""
 
-    def __init__(self, theta: float, workers: int, accumulate: int, largest: int) -> None:
+    def __init__(
+        self, theta: float, workers: int, accumulate: int, largest: int, population: float = math.inf
+    ) -> None:
         self._theta = theta
         self._workers = workers
         self._accumulate = accumulate
         self._largest = largest
+        self._population = population
         self._variance = 0.0
         self._square = 0.0
         self._count = 0
@@ -62,7 +68,7 @@ class VarianceTest:
             return 0
         each = samples / k
         variance = (parts - whole) / (1 / each - 1 / samples)
-        square = (samples * whole - each * parts) / (samples - each)
+        square = whole - variance * (1 / samples - 1 / self._population)
         self._count += 1
         weight = (1 - MEMORY) / (1 - MEMORY**self._count)  # unbiased from the first value on
         self._variance += weight * (variance - self._variance)
@@ -70,8 +76,9 @@ class VarianceTest:
         return self._grown(each) if self._count >= FEWEST and k < self._largest else 0
 
     def _grown(self, each: float) -> int:
-        enough = self._theta**2 * self._square
-        if self._variance <= self._workers * self._accumulate * each * enough:
+        enough, left = self._theta**2 * self._square, 1 / self._population
+        if self._variance * (1 / (self._workers * self._accumulate * each) - left) <= enough:
             return 0
-        wanted = self._variance / enough / (self._workers * each) if enough > 0 else math.inf
+        share = max(0.0, enough) / self._variance + left  # 1/n'
+        wanted = 1 / share / (self._workers * each) if share else math.inf
         return min(self._largest, max(self._accumulate + 1, math.ceil(min(wanted, self._largest))))

@@ -1,12 +1,13 @@
 """The gradient noise scale B = tr Σ / |G|², from gradients that a run computes anyway.
 
     S = (s - J) / (m - 1/b)     estimates tr Σ,   s = 1/W·Σᵢ |gᵢ|²,   m = 1/W·Σᵢ 1/bᵢ
-    Q = J - S/b                 estimates |G|²,   J = |g|²,           b = Σᵢ bᵢ
+    Q = J - S·(1/b - 1/n)       estimates |G|²,   J = |g|²,           b = Σᵢ bᵢ
     B = mean S / mean Q         exponential means, each of its own: a mean of quotients would be biased
 
 G is the mean gradient over all data, Σ the covariance of the gradient of one sample. gᵢ is the mean gradient of worker
-i over its bᵢ samples, and g over those of all W workers, all at the same parameters. E|gᵢ|² = |G|² + tr Σ/bᵢ gives both
-lines. With equal bᵢ they are those of the paper, B_small = bᵢ and B_big = b.
+i over its bᵢ samples, and g over those of all W workers, all at the same parameters. An epoch has each of its n samples
+once, and of minibatches that are drawn so, without replacement, E|gᵢ|² = |G|² + tr Σ·(1/bᵢ - 1/n) gives both lines.
+With equal bᵢ, and n without end, they are those of the paper, B_small = bᵢ and B_big = b.
 
 Reference: McCandlish, Kaplan, Amodei and others, "An empirical model of large-batch training", 2018, appendix A.1.
 """
@@ -33,6 +34,7 @@ class NoiseScale:
     Args:
         decay: weight of the mean before a round, in [0, 1]. The first rounds count equally, so that there is no bias
             to an initial value; with 1 all rounds do.
+        population: n, number of training samples, of which each minibatch has other ones; infinite in a stream.
 
     Attributes:
         rounds: number of rounds so far.
@@ -47,6 +49,7 @@ class NoiseScale:
     """
 
     decay: float = DECAY
+    population: float = math.inf
     rounds: int = 0
     trace: float = 0.0
     square: float = 0.0
@@ -63,7 +66,7 @@ class NoiseScale:
             joined_square: J, square of the mean gradient over all samples.
         """
         trace = (contribution_square - joined_square) / (inverse_samples - 1 / samples)
-        square = joined_square - trace / samples
+        square = joined_square - trace * (1 / samples - 1 / self.population)
         weight = max(1 / (self.rounds + 1), 1 - self.decay)
         self.trace += weight * (trace - self.trace)
         self.square += weight * (square - self.square)
@@ -100,7 +103,10 @@ def noise_scale_of(events: Iterable[EventDict]) -> tuple[float | None, str, list
         B in samples, or None; the reason, "" where there is a value or none was asked for; (round, time_s, B) of
         each round with a value.
     """
-    estimate, points, rounds = NoiseScale(), list[tuple[int, float, float]](), rounds_of(events)
+    events = list(events)
+    num_samples = next((one["num_samples"] for one in events if one["event"] == "started"), None)
+    estimate, points = NoiseScale(population=num_samples or math.inf), list[tuple[int, float, float]]()
+    rounds = rounds_of(events)
     for one in rounds:
         if one["contributions"] > 1:
             estimate.add(one["samples"], one["inverse_samples"], one[SQUARES[0]], one[SQUARES[1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -189,7 +190,8 @@ class RunPlan:
         """What makes the batches of this phase grow; None if nothing does."""
         if self.whole is None or (theta := (given := self.whole.phases[self.phase.number]).theta) is None:
             return None
-        return VarianceTest(theta, self.workers, self.job.accumulate, given.largest)
+        population = self.job.data.num_samples or math.inf
+        return VarianceTest(theta, self.workers, self.job.accumulate, given.largest, population)
 
     @property
     def link_choice(self) -> LinkChoice | None:
