@@ -128,10 +128,10 @@ def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
 
     script.write_text(text_of(12))
     with pytest.raises(gs.errors.ConfigError, match="resume it with"):
-        gs.resume(tmp_path / "stopped", workers=3)
+        gs.resume(tmp_path / "stopped", workers=3, allow_changed=True)
     with pytest.raises(gs.errors.ConfigError, match="batch_size=7: this script"):
-        gs.resume(tmp_path / "stopped", batch_size=7)
-    run = gs.resume(tmp_path / "stopped")
+        gs.resume(tmp_path / "stopped", batch_size=7, allow_changed=True)
+    run = gs.resume(tmp_path / "stopped", allow_changed=True)
     assert run.summary["samples_accounted"] == 12 * 96
     finals = [(tmp_path / name / FINAL_MODEL).read_bytes() for name in ("whole", "stopped")]
     assert finals[0] == finals[1]
