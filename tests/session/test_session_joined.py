@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstream as gs
 from gradstream.errors import ConfigError, GradientError
-from gradstream.session.gradient_rounds import Digest
+from gradstream.session.agreement import Digest
 from gradstream.testing.sessions import loop_in_threads
 
 DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from gradstream.errors import ConfigError, ReplicasDifferError
+from gradstream.session.agreement import Agreement, Digest
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
@@ -61,6 +61,7 @@ class GradientRounds:
 
     Attributes:
         steps: number of steps that this loop's wrapped optimizers have made; the caller counts them.
+        agreement: makes replicas the same again that rounding has driven apart.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class GradientRounds:
         self._vector = vector
         self._bridge = bridge
         self._loss = loss
+        self.agreement = Agreement(wrapped, vector, bridge)
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
 
     def exchange(
@@ -102,7 +104,10 @@ class GradientRounds:
         if not self._bridge.round_samples and vector.differing(mean, [self._rounds - 1]) == []:
             self._rounds += 1
             return None  # the vector is still the mean of the round before
-        self._check(vector.differing(mean, checks), name)
+        if differing := vector.differing(mean, checks):
+            if differing[0] < 2:
+                raise self._out_of_step()
+            self.agreement.suspect(name)  # by rounding, or for good: the workers agree after the step
         self._rounds += 1
         return RoundResult(mean, vector.fired(mean), vector.broken(mean), vector.present(mean))
 
@@ -142,59 +147,17 @@ class GradientRounds:
             flags = [float(index in own_broken) for index in range(len(parameters))]
             self._vector.finish(gradient, [[0.0] * len(flags), flags, [0.0] * len(flags)], checks)
             mean = self._bridge.exchange(self._loss())
-            self._check(self._vector.differing(mean, checks), names[indices[0]])
+            if self._vector.differing(mean, checks):
+                raise self._out_of_step()
             broken |= self._vector.broken(mean)
             piece.copy_(mean[: len(piece)])
         means = {index: flat[start:stop] for index, (start, stop) in zip(indices, bounds, strict=True)}
         return LateGradients(means, broken, own_broken)
 
-    def _check(self, differing: Sequence[int], name: str) -> None:
-        """Raises ReplicasDifferError if the workers are not at the same point of the same training."""
-        if not differing:
-            return
-        if differing[0] < 2:
-            raise ReplicasDifferError(
-                f"backward {self._rounds}, after {self.steps} steps: the workers have made different "
-                "numbers of backward passes or steps; expected the same number on every worker. Take "
-                "minibatches from session.shard(loader), which gives each worker equally many"
-            )
-        raise ReplicasDifferError(
-            f"step {self.steps}: {name} is not the same on all workers. The script changes "
-            "parameters, learning rates or the optimizer on one worker in another way than on the others. "
-            "Look for code that depends on session.rank, on random numbers without a common seed, or on "
-            "this worker's own samples"
+    def _out_of_step(self) -> ReplicasDifferError:
+        """The error where the workers are not at the same point of the same training."""
+        return ReplicasDifferError(
+            f"backward {self._rounds}, after {self.steps} steps: the workers have made different "
+            "numbers of backward passes or steps; expected the same number on every worker. Take "
+            "minibatches from session.shard(loader), which gives each worker equally many"
         )
-
-
-class Digest:
-    """Computes a checksum of a replica's parameters, to find replicas that have drifted apart.
-
-    Each call covers another piece, so a difference is found within as many rounds as there are pieces, and
-    in a small model at once.
-
-    Args:
-        parameters: the parameters by name.
-    """
-
-    PIECE_ELEMS = 1 << 13
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = list(parameters.items())
-        self._begin = 0
-        self._index = 0
-
-    def next(self) -> tuple[str, int]:
-        """(names of the parameters that are covered, for messages; their 32-bit checksum)."""
-        first, left, digest, names = self._index, self.PIECE_ELEMS, 0, list[str]()
-        while left > 0 and (not names or self._begin or self._index != first):
-            name, parameter = self._parameters[self._index]
-            names.append(name)
-            flat = parameter.detach().flatten()  # no copy where it is contiguous
-            piece = flat[self._begin : self._begin + left]
-            digest = zlib.crc32(piece.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
-            left -= len(piece)
-            self._begin += len(piece)
-            if self._begin >= len(flat):
-                self._begin, self._index = 0, (self._index + 1) % len(self._parameters)
-        covered = f"parameter {names[0]!r}" if len(names) == 1 else f"one of {names[0]!r} to {names[-1]!r}"
-        return covered, digest

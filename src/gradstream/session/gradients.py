@@ -138,6 +138,12 @@ class GradientReducer:
         for index in self._wrapped.indices_of(optimizer, self._rounds.steps):
             self._states.stepped(index)
         self._bridge.stepped()
+        if not self._writer.is_open:  # a step that a hook makes inside backward
+            self._rounds.agreement.after_step(self._rounds.steps)
+
+    def end(self) -> None:
+        """Ends the training: replicas that rounding had driven apart have the same bits afterwards."""
+        self._rounds.agreement.at_end(self._rounds.steps)
 
     def _average_rest(self, optimizer: torch.optim.Optimizer) -> None:
         if self._writer.is_open:  # a backward has failed and the others wait; or this step is made inside one

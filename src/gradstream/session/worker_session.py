@@ -306,6 +306,8 @@ class WorkerSession(Session):
         try:
             if self._split is not None:
                 self._split.close()
+            elif self._reducer is not None and not self.aborted:
+                self._reducer.end()
         finally:
             self._connection.leave()
 
