@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "data"
     (made / "deep").mkdir(parents=True)
     (made / "deep" / "numbers").write_text("1 2 3")
-    (made / "odd \\ name\n").write_text("")
+    (made / "odd \\ name").write_text("")
     (made / "linked").symlink_to(tmp_path / "elsewhere" / "more" / "labels")
     (made / "folder").symlink_to(tmp_path / "elsewhere" / "more")
     (made / "deep" / "above").symlink_to(made)
@@ -57,7 +57,7 @@ def archive(folder: Path) -> IO[bytes]:
 
 def test_a_list_follows_links_once_and_tells_every_difference(folder: Path) -> None:
     files = FileList.of(folder)
-    assert list(files.files) == ["deep/numbers", "folder/labels", "linked", "odd \\ name\n"]
+    assert list(files.files) == ["deep/numbers", "folder/labels", "linked", "odd \\ name"]
     assert files.num_bytes == 11
     assert FileList.parse(str(files)) == files
     assert files.difference(folder) == ""

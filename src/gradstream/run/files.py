@@ -20,6 +20,19 @@ JOB = "job"
 HOSTS = "hosts.json"
 """The machines that a run is on, where `gradstream launch --hosts` has started it, until it is over and collected."""
 
+BROUGHT = (
+    "run.json",
+    "config.toml",
+    "nodes.json",
+    "events.jsonl",
+    "report.html",
+    "checkpoints",
+    "logs",
+    "recording",
+    "tensorboard",
+)
+"""Files and folders of a run directory that come from the machine where the run was. Others are of its processes."""
+
 _REMEDIES = {
     "run.json": "put it back from a copy, or write {} into it: it only says where and when the run was made",
     "nodes.json": "put it back from a copy: without it the run cannot be resumed, evaluated or replayed; "

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 from gradstream.errors import ConfigError
 
 MAX_NAME_BYTES = 100
 """File systems allow 255; a time and a number are added to the name."""
+
+MAX_PATH_BYTES, MAX_PART_BYTES, MAX_PARTS = 1024, 255, 32
+"""Of the name of a file in a folder: "deep/numbers"."""
+
+_CONTROL = {"Cc", "Cs", "Zl", "Zp"}
+
+
+def fault_of_path(name: str) -> str:
+    """What is wrong with the name of a file or folder inside of another one, to follow "a name that"; "" if nothing.
+
+    Such a name leads nowhere else: it is relative, has no empty parts and none that is "." or "..", and no control
+    characters.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        return "leads elsewhere, or has an empty part"
+    if any(unicodedata.category(letter) in _CONTROL for letter in name):
+        return "has a control character, or is not Unicode"
+    if len(name.encode()) > MAX_PATH_BYTES or len(parts) > MAX_PARTS:
+        return f"has more than {MAX_PATH_BYTES:,} bytes or {MAX_PARTS} parts"
+    if any(len(part.encode()) > MAX_PART_BYTES for part in parts):
+        return f"has a part of more than {MAX_PART_BYTES} bytes"
+    return ""
 
 
 def check_name(name: str, what: str) -> str:

@@ -1,12 +1,51 @@
-"""Files as tar archives, as they go from one machine to another."""
+"""Files as tar archives, as they go from one machine to another.
+
+What another machine has sent is unpacked by this file alone, since filters of libraries had holes: of all that a tar
+archive can hold, it takes files and folders with names that the caller expects, and refuses the rest.
+"""
 
 from __future__ import annotations
 
 import io
+import os
+import re
+import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from gradstream.errors import DataError
+from gradstream.untrusted import escaped
+from gradstream.untrusted.names import fault_of_path
+
+BLOCK_BYTES = 512
+PIECE_BYTES = 1 << 20
+
+HEADER_BYTES = 1 << 16
+"""The most bytes of what stands before a member: its long name, or its values as pax has them."""
+
+END_BYTES = 1 << 20
+"""The most zeros after the last member: tar fills its last record."""
+
+_HARMLESS = {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname"}
+"""Values of pax that are passed over; `path` and `size` count, and any other refuses the archive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What an archive may hold.
+
+    Args:
+        admits: whether a file may have this name and length in bytes.
+        max_members: the most files and folders.
+        max_bytes: the most bytes of all files together.
+    """
+
+    admits: Callable[[str, int], bool]
+    max_members: int
+    max_bytes: int
 
 
 def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
@@ -22,18 +61,194 @@ def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def unpacked(archive: IO[bytes], into: Path) -> set[str]:
-    """Unpacks what a machine has sent: files and folders inside of `into` alone, no links to elsewhere, no devices.
+def unpacked(archive: IO[bytes], into: Path, expected: Expected) -> set[str]:
+    """Unpacks what a machine has sent into a folder of its own, to the end of the stream.
+
+    Only the owner can read what is unpacked. Folders are made for the files in them alone.
+
+    Args:
+        archive: the bytes; they need not be a tar archive.
+        into: the folder; what is left there of an earlier time is removed.
+        expected: what may be in it.
 
     Returns:
-        Names of the files and folders, relative to `into`.
+        Names of the files, relative to `into`.
+
+    Raises:
+        DataError: it ended early, or holds something that is not expected. The folder is gone.
+        OSError: the disk does not take it. The folder is gone.
     """
-    with tarfile.open(fileobj=archive, mode="r|", bufsize=1 << 20) as opened:
-        names = set[str]()
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(mode=0o700)
+    try:
+        return _unpacked(archive, into, expected)
+    except BaseException:
+        shutil.rmtree(into, ignore_errors=True)
+        raise
 
-        def taken(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-            names.add(member.name.removeprefix("./"))
-            return tarfile.data_filter(member, path)
 
-        opened.extractall(into, filter=taken)
-        return names
+def _unpacked(archive: IO[bytes], into: Path, expected: Expected) -> set[str]:
+    names, folders = set[str](), {""}
+    left_bytes = expected.max_bytes
+    for count, (name, length, is_file) in enumerate(_members(archive), 1):
+        if count > expected.max_members:
+            raise DataError(f"the archive has more than {expected.max_members:,} members")
+        if not is_file:
+            continue
+        if not expected.admits(name, length):
+            raise DataError(f"the archive has {_shown(name)} of {length:,} bytes, which is not expected")
+        if length > left_bytes:
+            raise DataError(f"the archive has more than {expected.max_bytes:,} bytes")
+        left_bytes -= length
+        above = name.rpartition("/")[0]
+        _make_folders(above, into, names, folders)
+        if name in names or name in folders:
+            raise DataError(f"the archive has {_shown(name)} twice")
+        names.add(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(into / name, flags, 0o600)
+        except FileExistsError:
+            raise DataError(
+                f"the archive has {_shown(name)} twice, as this file system compares names"
+            ) from None
+        with open(descriptor, "wb") as file:
+            for piece in _pieces(archive, length):
+                file.write(piece)
+        _exactly(archive, -length % BLOCK_BYTES)
+    return names
+
+
+def _make_folders(path: str, into: Path, names: set[str], folders: set[str]) -> None:
+    missing = []
+    while path not in folders:
+        missing.append(path)
+        path = path.rpartition("/")[0]
+    for one in reversed(missing):
+        if one in names:
+            raise DataError(f"the archive has {_shown(one)} as a file and as a folder")
+        try:
+            (into / one).mkdir(mode=0o700)
+        except FileExistsError:
+            raise DataError(
+                f"the archive has {_shown(one)} twice, as this file system compares names"
+            ) from None
+        folders.add(one)
+
+
+def _members(archive: IO[bytes]) -> Iterator[tuple[str, int, bool]]:
+    """Name, length and whether it is a file, of each member. The caller reads a file's blocks before the next one."""
+    given: dict[str, bytes] = {}
+    while any(block := _exactly(archive, BLOCK_BYTES)):
+        _check_sum(block)
+        kind, length = block[156:157], _number(block[124:136])
+        if kind in (b"L", b"x"):
+            if (mark := kind.decode()) in given:
+                raise DataError("the archive gives a member the same value twice")
+            _add_values(given, kind, archive, length)
+            given[mark] = b""
+            continue
+        if kind not in (b"0", b"\0", b"5"):
+            raise DataError(
+                f"the archive has {_shown(_text(_field(block, 0, 100)))} of kind {kind.decode('latin-1')!a}: "
+                "expected files and folders alone, no links and nothing special"
+            )
+        is_file = kind != b"5"
+        name = _text(given.get("path") or _name_in(block))
+        length = _digits(given["size"], 10) if "size" in given else length
+        given.clear()
+        if length and not is_file:
+            raise DataError(f"the archive has a folder {_shown(name)} of {length:,} bytes")
+        name = name.removeprefix("./") if is_file else name.removeprefix("./").removesuffix("/")
+        if (is_file or name not in ("", ".")) and (fault := fault_of_path(name)):
+            raise DataError(f"the archive has {_shown(name)}, a name that {fault}")
+        yield name, length, is_file
+    if given:
+        raise DataError("the archive ends after values for a member that is missing")
+    left = END_BYTES
+    while piece := archive.read(min(PIECE_BYTES, left + 1)):
+        left -= len(piece)
+        if left < 0 or any(piece):
+            raise DataError("the archive goes on after its end")
+
+
+def _add_values(given: dict[str, bytes], kind: bytes, archive: IO[bytes], length: int) -> None:
+    """Reads what stands before a member: a long name of GNU, or values of pax."""
+    if length > HEADER_BYTES:
+        raise DataError(
+            f"the archive has {length:,} bytes before a member, expected at most {HEADER_BYTES:,}"
+        )
+    data = _exactly(archive, length)
+    _exactly(archive, -length % BLOCK_BYTES)
+    found = {"path": data.removesuffix(b"\0")} if kind == b"L" else dict(_pax_values(data))
+    if found.keys() & given.keys():
+        raise DataError("the archive gives a member the same value twice")
+    given |= found
+    if any(not value for value in found.values()):
+        raise DataError("the archive has an empty value before a member")
+
+
+def _pax_values(data: bytes) -> Iterator[tuple[str, bytes]]:
+    seen = set[str]()
+    while data:
+        digits, space, _ = data[:8].partition(b" ")
+        size = _digits(digits, 10) if space else 0
+        record, data = data[:size], data[size:]
+        key, equal, value = record[len(digits) + 1 : -1].partition(b"=")
+        name = _text(key)
+        if not equal or len(record) != size or record[-1:] != b"\n" or name in seen:
+            raise DataError("the archive has values before a member that cannot be read")
+        seen.add(name)
+        if name in ("path", "size"):
+            yield name, value
+        elif name not in _HARMLESS:
+            raise DataError(f"the archive gives a member {_shown(name)}, which is not expected")
+
+
+def _name_in(block: bytes) -> bytes:
+    prefix = _field(block, 345, 155) if block[257:263] == b"ustar\0" else b""
+    return prefix + b"/" * bool(prefix) + _field(block, 0, 100)
+
+
+def _field(block: bytes, begin: int, size: int) -> bytes:
+    return block[begin : begin + size].partition(b"\0")[0]
+
+
+def _check_sum(block: bytes) -> None:
+    if sum(block) - sum(block[148:156]) + 8 * ord(" ") != _number(block[148:156]):
+        raise DataError("the archive is damaged, or is none: a checksum is wrong")
+
+
+def _number(field: bytes) -> int:
+    """A number of a header: in octal digits, or, since GNU, as bytes after 0x80."""
+    return int.from_bytes(field[1:]) if field[0] == 0x80 else _digits(field.strip(b" \0") or b"0", 8)
+
+
+def _digits(text: bytes, base: int) -> int:
+    if not re.fullmatch(rb"[0-7]{1,20}" if base == 8 else rb"[0-9]{1,20}", text):
+        raise DataError("the archive has a number that cannot be read")
+    return int(text, base)
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"the archive has the name {name[:80]!a}, which is not UTF-8") from None
+
+
+def _shown(name: str) -> str:
+    return repr(escaped(name, 120))
+
+
+def _pieces(archive: IO[bytes], length: int) -> Iterator[bytes]:
+    while length:
+        piece = archive.read(min(length, PIECE_BYTES))
+        if not piece:
+            raise DataError("the archive broke off")
+        length -= len(piece)
+        yield piece
+
+
+def _exactly(archive: IO[bytes], length: int) -> bytes:
+    return b"".join(_pieces(archive, length))

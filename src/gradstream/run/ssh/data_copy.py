@@ -1,6 +1,7 @@
 """A machine's copy of the data of a run: what `DataDelivery` has each machine do, in the folder of the run there.
 
     python -m gradstream.run.ssh.data_copy there FOLDER        is the data in that folder already?
+    python -m gradstream.run.ssh.data_copy send                prints the copy as an archive
     python -m gradstream.run.ssh.data_copy receive             takes an archive from standard input
     python -m gradstream.run.ssh.data_copy serve PORT          gives the copy to others, until standard input ends
     python -m gradstream.run.ssh.data_copy fetch HOST PORT     takes it from there; the certificate is read from
@@ -15,7 +16,6 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
-import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
@@ -23,7 +23,7 @@ from typing import IO
 from gradstream.errors import DataError, GradstreamError
 from gradstream.run.ssh.archives import unpacked
 from gradstream.run.ssh.file_list import FileList, files_in
-from gradstream.run.ssh.file_server import FileServer, served_archive
+from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
 
 COPY, LIST, TOKEN_FILE = Path("data"), Path("data.json"), Path("token")
 ELSEWHERE, NO_ROOM = 45, 46
@@ -59,16 +59,14 @@ def receive(archive: IO[bytes]) -> None:
     remedy = "make room, or take another --folder"
     if free_bytes < files.num_bytes:
         raise DiskFullError(f"{room}; {remedy}")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(mode=0o700)
     try:
-        unpacked(archive, new)
+        unpacked(archive, new, files.expected)
         difference = files.difference(new)
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, DataError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             shutil.rmtree(new, ignore_errors=True)
             raise DiskFullError(f"{room}: {error.strerror}; {remedy}") from None
-        difference = f"the archive broke off ({error})"
+        difference = str(error)
     if difference:
         shutil.rmtree(new, ignore_errors=True)
         raise DataError(f"the data did not arrive whole: {difference}")
@@ -94,6 +92,8 @@ def main(words: Sequence[str]) -> int:
         match words:
             case ["there", folder]:
                 use(Path(folder).expanduser())
+            case ["send"]:
+                write_archive(files_in(COPY), sys.stdout.buffer)
             case ["receive"]:
                 receive(sys.stdin.buffer)
             case ["serve", port]:
@@ -101,7 +101,7 @@ def main(words: Sequence[str]) -> int:
             case ["fetch", host, port]:
                 fetch(host, int(port), sys.stdin.read())
             case _:
-                raise DataError(f"{words}: expected there, receive, serve or fetch")
+                raise DataError(f"{words}: expected there, send, receive, serve or fetch")
     except (GradstreamError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return NO_ROOM if isinstance(error, DiskFullError) else ELSEWHERE

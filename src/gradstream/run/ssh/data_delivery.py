@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from gradstream.run.ssh.data_copy import COPY, LIST, NO_ROOM, READY
+from gradstream.run.ssh.data_copy import LIST, NO_ROOM, READY
 from gradstream.run.ssh.file_list import FileList, files_in
 from gradstream.run.ssh.file_server import write_archive
 from gradstream.run.ssh.fleet import Fleet, for_shell
@@ -166,11 +166,17 @@ class DataDelivery:
     def _relay(self, host: SshHost) -> None:
         """Sends what the first machine has, by way of this one."""
         first = self.fleet.machines[0]
-        words = first.words(self.fleet.inside(first, f"tar -chf - -C {COPY} ."))
-        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as archive:
+        words = first.words(self.fleet.inside(first, self._command("send")))
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.DEVNULL
+        ) as archive:
             assert archive.stdout is not None
             given: IO[bytes] = archive.stdout
-            host.do(self.fleet.inside(host, self._command("receive")), given, LONGEST_S)
+            try:
+                host.do(self.fleet.inside(host, self._command("receive")), given, LONGEST_S)
+            finally:
+                archive.kill()
 
     def _command(self, *words: str) -> str:
         """A command of `data_copy` for the shell of a machine."""

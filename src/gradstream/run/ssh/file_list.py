@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Self
 
 from gradstream.errors import ConfigError
 from gradstream.job.sources import sha256_of
+from gradstream.run.ssh.archives import Expected
+from gradstream.untrusted import DocumentError, MismatchError, check_value, escaped, parse_json
+from gradstream.untrusted.names import fault_of_path
+
+MAX_BYTES, MAX_VALUES = 1 << 29, 30_000_000
+"""Of the list of files of a folder with millions of them."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +35,9 @@ class FileList:
     def of(cls, folder: Path) -> Self:
         """The list of a folder. Raises ConfigError if a file cannot be read."""
         try:
-            return cls(
-                {name: (path.stat().st_size, sha256_of(path)) for name, path in files_in(folder).items()}
-            )
+            found = files_in(folder)
+            _check_names(found, f"{folder} has")
+            return cls({name: (path.stat().st_size, sha256_of(path)) for name, path in found.items()})
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
 
@@ -36,15 +45,17 @@ class FileList:
     def parse(cls, text: str) -> Self:
         """Reads what `str` has written. Raises ConfigError if it is no such list, or leads out of the folder."""
         try:
-            read = json.loads(text)
-            files = {str(name): (int(length), str(digest)) for name, (length, digest) in read.items()}
-        except (ValueError, TypeError, AttributeError) as error:
+            read = parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
+            check_value(read, Mapping[str, tuple[int, str]], "its files")
+        except (DocumentError, MismatchError) as error:
             raise ConfigError(f"the list of files cannot be read: {error}") from None
-        for name in files:
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts:
-                raise ConfigError(f"the list of files names {name!r}, which is outside of its folder")
-        return cls(files)
+        _check_names(read, "the list of files names")
+        for name, (length, digest) in read.items():
+            if length < 0 or not _SHA256.fullmatch(digest):
+                raise ConfigError(
+                    f"the list of files gives {name!r} {length} bytes, and {digest[:80]!r} as SHA-256"
+                )
+        return cls({name: (length, digest) for name, (length, digest) in read.items()})
 
     def __str__(self) -> str:
         return json.dumps(self.files)
@@ -53,6 +64,15 @@ class FileList:
     def num_bytes(self) -> int:
         """Length of all files together."""
         return sum(length for length, _ in self.files.values())
+
+    @property
+    def expected(self) -> Expected:
+        """An archive of these files, and of no others."""
+        return Expected(
+            admits=lambda name, length: self.files.get(name, (-1, ""))[0] == length,
+            max_members=len(self.files),
+            max_bytes=self.num_bytes,
+        )
 
     def difference(self, folder: Path) -> str:
         """The first difference of a folder from this list; "" if it has these files, and no others."""
@@ -70,6 +90,14 @@ class FileList:
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
         return ""
+
+
+def _check_names(names: Iterable[str], where: str) -> None:
+    for name in names:
+        if fault := fault_of_path(name):
+            raise ConfigError(
+                f"{where} {escaped(name, 120)!r}, a name that {fault}; give the file another one"
+            )
 
 
 def files_in(folder: Path) -> dict[str, Path]:

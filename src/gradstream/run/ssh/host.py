@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
 import shlex
 import subprocess
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -15,6 +20,15 @@ OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveI
 
 NO_CONNECTION = 255
 """Exit status of ssh itself."""
+
+SILENCE_S = 60.0
+"""A machine that is to send files, and sends nothing for so long, is given up."""
+
+ANSWER_BYTES = 16 << 20
+"""The most bytes of an answer; files come in another way."""
+
+END_S = 2.0
+"""Longest wait for the last words of a process that has ended."""
 
 
 class HostError(GradstreamError):
@@ -41,7 +55,7 @@ class SshHost:
         return self.name.rpartition("@")[2]
 
     @property
-    def _trial(self) -> str:
+    def trial(self) -> str:
         """The line that shows what is amiss with the connection."""
         return shlex.join([*self.ssh, self.name, "true"])
 
@@ -60,22 +74,65 @@ class SshHost:
             timeout_s: longest time.
 
         Raises:
-            HostError: the machine cannot be reached, or the script does not end in time.
+            HostError: the machine cannot be reached, says too much, or the script does not end in time.
         """
+        words = self.words(script)
+        pipe = subprocess.PIPE
+        with self._started(words, stdin=pipe if isinstance(given, bytes) else given, stdout=pipe) as process:
+            said, errors = _Pipe(process.stdout, process), _Pipe(process.stderr, process)
+            if isinstance(given, bytes):
+                threading.Thread(target=_feed, args=(process.stdin, given), daemon=True).start()
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise self._silent(timeout_s) from None
+            done = subprocess.CompletedProcess(words, status, said.text(), errors.text())
+        if said.is_full or errors.is_full:
+            raise HostError(f"{self.name}: it says more than {ANSWER_BYTES:,} bytes, and is not heard")
+        if done.returncode == NO_CONNECTION:
+            raise HostError(f"{self.name}: {last_line(done.stderr)}; try `{self.trial}`")
+        return done
+
+    @contextmanager
+    def printed(self, script: str, longest_s: float) -> Iterator[IO[bytes]]:
+        """What a script prints there, as it comes.
+
+        Args:
+            script: for the shell.
+            longest_s: longest time for all of it.
+
+        Raises:
+            HostError: the machine cannot be reached, was silent for `SILENCE_S`, was not done in time, or the script
+                failed. The process here is gone by then.
+        """
+        with self._started(self.words(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            errors = _Pipe(process.stderr, process)
+            yield _Printed(self, process.stdout, time.monotonic() + longest_s)  # type: ignore[arg-type]
+            try:
+                status = process.wait(SILENCE_S)
+            except subprocess.TimeoutExpired:
+                raise self._silent(SILENCE_S) from None
+        if status:
+            why = last_line(errors.text()) or f"exit status {status}"
+            raise HostError(f"{self.name}: its files did not come: {why}; try `{self.trial}`")
+
+    @contextmanager
+    def _started(self, words: Sequence[str], **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
+        """A process of the client, which is killed if it has not ended by the end of the context."""
         try:
-            source: dict[str, Any] = {"input": given} if isinstance(given, bytes) else {"stdin": given}
-            done = subprocess.run(
-                self.words(script), capture_output=True, check=False, timeout=timeout_s, **source
-            )
-        except subprocess.TimeoutExpired:
-            raise HostError(f"{self.name}: no answer within {timeout_s:g} s; try `{self._trial}`") from None
+            process = subprocess.Popen(words, stderr=subprocess.PIPE, **pipes)
         except OSError as error:
             raise HostError(
                 f"{self.ssh[0]}: {error.strerror}; install an ssh client, or name one by --ssh"
             ) from None
-        if done.returncode == NO_CONNECTION:
-            raise HostError(f"{self.name}: {last_line(done.stderr)}; try `{self._trial}`")
-        return done
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def _silent(self, seconds: float) -> HostError:
+        return HostError(f"{self.name}: no answer within {seconds:g} s; try `{self.trial}`")
 
     def do(self, script: str, given: bytes | IO[bytes] = b"", timeout_s: float = 60.0) -> bytes:
         """As `ask`. Returns what the script prints. Raises HostError if its exit status is not 0, too."""
@@ -83,6 +140,52 @@ class SshHost:
         if done.returncode:
             raise HostError(f"{self.name}: {last_line(done.stderr) or f'exit status {done.returncode}'}")
         return done.stdout
+
+
+class _Pipe:
+    """Reads a pipe of a process to its end, beside others. A process that says too much is killed."""
+
+    def __init__(self, pipe: IO[bytes] | None, process: subprocess.Popen[bytes]) -> None:
+        assert pipe is not None
+        self.is_full, self._kept = False, bytearray()
+        self._thread = threading.Thread(target=self._read, args=(pipe, process), daemon=True)
+        self._thread.start()
+
+    def _read(self, pipe: IO[bytes], process: subprocess.Popen[bytes]) -> None:
+        while piece := os.read(pipe.fileno(), 1 << 16):
+            self._kept += piece
+            if len(self._kept) > ANSWER_BYTES:
+                self.is_full = True
+                process.kill()
+                break
+        pipe.close()
+
+    def text(self) -> bytes:
+        """What has come. Others may hold the pipe open when the process is gone; they are not waited for."""
+        self._thread.join(END_S)
+        return bytes(self._kept)
+
+
+class _Printed:
+    """What a machine prints, which may not be silent for long."""
+
+    def __init__(self, host: SshHost, pipe: IO[bytes], end_s: float) -> None:
+        self._host, self._pipe, self._end_s = host, pipe, end_s
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, at most so many; none at the end. Raises HostError."""
+        wait_s = min(SILENCE_S, self._end_s - time.monotonic())
+        if wait_s <= 0 or not self._poll.poll(1e3 * wait_s):
+            why = f"silent for {SILENCE_S:g} s" if wait_s == SILENCE_S else "not done in time"
+            raise HostError(f"{self._host.name}: {why} while its files came; try `{self._host.trial}`")
+        return os.read(self._pipe.fileno(), size)
+
+
+def _feed(pipe: IO[bytes], given: bytes) -> None:
+    with suppress(OSError), pipe:  # who does not read it says why
+        pipe.write(given)
 
 
 def last_line(text: bytes) -> str:

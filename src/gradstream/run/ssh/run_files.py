@@ -2,57 +2,84 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import subprocess
-import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from gradstream.run.files import HOSTS, JOB
-from gradstream.run.ssh.archives import unpacked
-from gradstream.run.ssh.fleet import NOT_ITS_JOB, Fleet
+from gradstream.errors import DataError
+from gradstream.run.files import BROUGHT, HOSTS, JOB
+from gradstream.run.ssh.archives import Expected, unpacked
+from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import HostError, SshHost
 
 LOGS = "hosts"
 """Folder in the local folder of a run: a folder for each machine, with its log and its exit status."""
 
+OWN = "own"
+"""Folder in that of the first machine, with other files that the job has written into the run directory."""
+
 BRING_S = 3600.0
-"""Longest time in which a run directory has to be on the first machine."""
+"""Longest time in which a run directory comes from the first machine, or goes there."""
+
+LOG_S, LOG_BYTES, STATUS_BYTES = 600.0, 1 << 30, 64
+"""Longest time in which a log comes, and the most bytes of it and of an exit status."""
+
+MAX_FILES = 200_000
+"""The most files and folders of a run directory."""
+
+FREE_PART = 0.9
+"""The part of the free disk that a machine may fill with a run directory."""
+
+_OF_PROCESSES = "coordinator[.]db(-wal|-shm)?|backups|reshard[.]json"
+"""Files of the processes of a run, which nobody needs when it is over."""
+
+_TAR = "tar --exclude='.*' --hard-dereference -cf - --verbatim-files-from -T -"
 
 
 def collect(fleet: Fleet, run: Path) -> list[str]:
     """Brings what the first machine has in its run directory, and the log of each machine, into a local folder.
 
-    The files of the job come too: what is done with the run later reads them. Checkpoints that the machine has no more
-    are removed here, if it has others.
+    Other files than those of a run come into `OWN` in the folder of the first machine, where no command reads them. The
+    checkpoints there replace those here, if any is whole.
 
     Returns:
         Why the logs of some machines are not there, a line for each.
 
     Raises:
-        HostError: the run directory could not be brought.
+        HostError: the run directory could not be brought. What is here is as before.
     """
-    from gradstream.checkpoint.folder import FOLDER
-
     first, *_ = fleet.machines
-    home = fleet.run_dir
-    brought = _bring(first, fleet.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
-    there = {name for name in brought if name.startswith(f"{FOLDER}/step-") or name == f"{FOLDER}/final"}
-    for checkpoint in (run / FOLDER).glob("*") if there else ():
-        if checkpoint.is_dir() and f"{FOLDER}/{checkpoint.name}" not in brought:
-            shutil.rmtree(checkpoint)
-
-    (run / JOB).mkdir(exist_ok=True)
-    _bring(first, fleet.inside(first, f"tar -cf - $(ls | grep -vxE '{NOT_ITS_JOB}|token')"), run / JOB)
-    return list(filter(None, fleet.at_once(partial(bring_log, fleet, run)).values()))
+    home, known = fleet.run_dir, "|".join(map(re.escape, BROUGHT))
+    pack = f"ls | grep -xE {shlex.quote(known)} | {_TAR}"
+    with _brought(
+        first, fleet.inside(first, f"mkdir -p {home} && cd {home} && {pack}"), run, _files(run, _of_run)
+    ) as new:
+        for path in list(new.iterdir()):
+            if path.name != "checkpoints" or any(path.glob("[!.]*")):
+                _put(path, run / path.name)
+    lacking = list(filter(None, fleet.at_once(partial(bring_log, fleet, run)).values()))
+    others = f"ls | grep -vxE {shlex.quote(f'{known}|{_OF_PROCESSES}')}"
+    if first.do(fleet.inside(first, f"cd {home} && {others} | head -n 1")):
+        script = fleet.inside(first, f"cd {home} && {others} | {_TAR}")
+        with _brought(first, script, run, _files(run, lambda *_: True)) as new:
+            _put(new, _folder_of(run, first) / OWN)
+    return lacking
 
 
 def bring_log(fleet: Fleet, run: Path, host: SshHost) -> str:
     """Brings the log of a machine into the local folder of the run. Returns why it could not; "" if it has."""
-    into = run / LOGS / host.name.replace("/", "_")
-    into.mkdir(parents=True, exist_ok=True)
+    script = fleet.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)")
+    into = _folder_of(run, host)
+    into.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _bring(host, fleet.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)"), into)
+        with _brought(host, script, into.parent, _LOGS, LOG_S) as new:
+            _put(new, into)
     except HostError as error:
         return str(error)
     return ""
@@ -74,15 +101,45 @@ def take_back(fleet: Fleet, run: Path) -> None:
         raise HostError(f"{run} could not be read: exit status {archive.returncode} of tar")
 
 
-def _bring(host: SshHost, script: str, into: Path) -> set[str]:
-    """Unpacks the archive that a script prints. Returns the names of what was in it."""
-    words = host.words(script)
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as archive:
-        assert archive.stdout is not None
+@contextmanager
+def _brought(
+    host: SshHost, script: str, beside: Path, expected: Expected, longest_s: float = BRING_S
+) -> Iterator[Path]:
+    """Unpacks the archive that a script prints. The folder with its files is there inside of the context alone."""
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".brought-") as folder:
+        new = Path(folder) / "new"
         try:
-            names = unpacked(archive.stdout, into)
-        except (OSError, tarfile.TarError) as error:
-            raise HostError(f"{host.name}: cannot unpack what it has sent in {into}: {error}") from None
-    if archive.returncode:
-        raise HostError(f"{host.name}: its files did not come: exit status {archive.returncode} of ssh")
-    return names
+            with host.printed(script, longest_s) as archive:
+                unpacked(archive, new, expected)
+        except (OSError, DataError) as error:
+            raise HostError(f"{host.name}: what it has sent is not taken: {error}") from None
+        yield new
+
+
+def _put(new: Path, place: Path) -> None:
+    """Puts a file or folder in its place. What was there is removed with the folder of the new one."""
+    if place.is_symlink() or place.exists():
+        place.rename(new.with_name(f"{new.name}.before"))
+    new.rename(place)
+
+
+def _files(run: Path, admits: Callable[[str, int], bool]) -> Expected:
+    """An archive of files of a run directory, which may not fill the disk."""
+    free_bytes = shutil.disk_usage(run).free
+    return Expected(admits=admits, max_members=MAX_FILES, max_bytes=int(FREE_PART * free_bytes))
+
+
+def _of_run(name: str, length: int) -> bool:
+    first, *rest = name.split("/")
+    return first in BROUGHT and bool(rest) is ("." not in first) and not any(one[0] == "." for one in rest)
+
+
+_LOGS = Expected(
+    admits=lambda name, length: length <= {"log": LOG_BYTES, "status": STATUS_BYTES}.get(name, -1),
+    max_members=2,
+    max_bytes=LOG_BYTES + STATUS_BYTES,
+)
+
+
+def _folder_of(run: Path, host: SshHost) -> Path:
+    return run / LOGS / host.name.replace("/", "_")
