@@ -91,7 +91,7 @@ def test_a_machine_that_comes_later_gets_it_from_the_first_one(data: Path) -> No
     DataDelivery(machines, said.append).bring(data)
     host = machines.machines[1]
     host.do(machines.inside(host, "rm -r data data.json"))
-    DataDelivery(machines, said.append).bring_anew(host)
+    DataDelivery(machines, said.append).bring_anew(host, str(FileList.of(data)).encode())
     assert len(said) == 2 and FileList.of(data).difference(copy(data, ALSO_HERE)) == ""
 
 
@@ -103,7 +103,7 @@ def test_a_machine_that_comes_later_and_does_not_reach_the_first_one_gets_it_by_
     DataDelivery(machines, lambda _: None).bring(data)
     host = machines.machines[1]
     host.do(machines.inside(host, "rm -r data data.json"))
-    DataDelivery(machines, said.append).bring_anew(host)
+    DataDelivery(machines, said.append).bring_anew(host, str(FileList.of(data)).encode())
     assert len(said) == 1 and "it comes from here" in said[0]
     assert FileList.of(data).difference(copy(data, HERE)) == ""
 

@@ -15,6 +15,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.checkpoint import newest
+from gradstream.run.launches import Launch
 from gradstream.runtime.storage import DiskStorage
 from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.ssh_machines import SSHD, SshMachines
@@ -104,6 +105,11 @@ def machines_with_ssh(folder: Path, count: int) -> Iterator[Cluster]:
         yield Cluster(machines, folder)
 
 
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with machines_with_ssh(tmp_path, 3) as made:
@@ -123,7 +129,8 @@ def test_one_command_brings_starts_collects_and_cleans_up(
     assert list(run.glob("checkpoints/*"))
     assert [(run / "hosts" / host / "status").read_text() for host in cluster.hosts] == ["0\n"] * 3
     assert cluster.left() == []
-    assert sorted(path.name for path in (run / "job").iterdir()) == ["helper.py", "job.py"]
+    kept = Launch.at(run).folder / "job"
+    assert sorted(path.name for path in kept.iterdir()) == ["helper.py", "job.py"] and not (run / "job").exists()
     monkeypatch.setenv("GRADSTREAM_DATA", str(cluster.folder / "data"))
     status, said = cluster.run("evaluate", "runs/job")
     assert "has no held-out samples" in said, said  # so it has read the job again

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import click
 from gradstream.errors import RESUMABLE, ConfigError
 from gradstream.job.sources import sources_of
 from gradstream.run.files import HOSTS
+from gradstream.run.launches import DATA, Launch
 from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
@@ -40,6 +43,26 @@ def fleet_of(run: Path) -> Fleet:
     return fleet
 
 
+def adopt(run: Path) -> None:
+    """Has commands believe a run folder that comes from elsewhere, and says what they will run.
+
+    Raises:
+        ConfigError: this machine has started the run itself, or there is no such folder.
+    """
+    launch = Launch.at(run)
+    if launch.is_known or not run.is_dir():
+        raise ConfigError(
+            f"{run} " + ("is known here: leave --adopt out" if launch.is_known else "is no folder")
+        )
+    if not os.path.lexists(run / HOSTS):
+        launch.begin({})
+        say(f"{run}: its job is read where its nodes.json names it, and run, from now on")
+        return
+    fleet = Fleet.said_in(run)
+    fleet.keep(run, {})
+    say(f"{run}: commands run {shlex.join([*fleet.ssh, '…'])} from now on, for {', '.join(fleet.names)}")
+
+
 def launch_on(
     fleet: Fleet, run: Path, job: Path, more: Sequence[Path], data: Path | None, *, detach: bool
 ) -> None:
@@ -51,7 +74,7 @@ def launch_on(
     """
     files = sources_of(job, more)
     goes_on = _check_earlier(run)
-    fleet.keep(run)
+    fleet.keep(run, files)
     try:
         warnings = inspect(fleet)
     except BaseException:
@@ -67,7 +90,7 @@ def launch_on(
             say(f"{run} goes on from its newest checkpoint; another --name begins anew")
             take_back(fleet, run)
         if data is not None:
-            DataDelivery(fleet, say).bring(data)
+            Launch.at(run).write(DATA, DataDelivery(fleet, say).bring(data))
         fleet.start()
     except BaseException:
         _forget(fleet, run)
@@ -257,3 +280,4 @@ def _forget_here(run: Path) -> None:
     (run / HOSTS).unlink(missing_ok=True)
     if run.is_dir() and not any(run.iterdir()):
         run.rmdir()
+        Launch.at(run).forget()

@@ -15,10 +15,14 @@ from gradstream.untrusted import parse_json, parse_toml, read_regular
 MAX_BYTES, MAX_DEPTH = 16 << 20, 32
 
 JOB = "job"
-"""Folder of a run directory with the files of the job, where the run was on other machines."""
+"""Folder with the files of a job, where the run was on other machines; never read in a run directory."""
 
 HOSTS = "hosts.json"
-"""The machines that a run is on, where `gradstream launch --hosts` has started it, until it is over and collected."""
+"""The machines that a run is on, where `gradstream launch --hosts` has started it, until it is over and collected. For
+people to read: what is executed is kept elsewhere, see `launches.py`."""
+
+LOGS = "hosts"
+"""Folder in the local folder of such a run: a folder for each machine, with its log and its exit status."""
 
 BROUGHT = (
     "run.json",

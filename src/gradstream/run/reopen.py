@@ -15,7 +15,8 @@ from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.code import changed, kept_code, users_code
 from gradstream.job.job import Job, build_model
-from gradstream.run.files import HOSTS, JOB
+from gradstream.run.files import HOSTS
+from gradstream.run.launches import checked
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
@@ -61,15 +62,14 @@ def job_of_run(path: Path) -> Job:
 
 
 def spec_of_run(path: Path) -> NodeSpec:
-    """The description of a run's plan. Raises ConfigError without a run, or for another version's."""
+    """The description of a run's plan. Raises ConfigError without a run, or for another version's.
+
+    Nothing in the description of a run on other machines is executed that those have chosen: see `checked`.
+    """
     try:
         spec = NodeSpec.read(path / "nodes.json")
         check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
-        place, colon, function = spec.job.partition(":")
-        brought = path / JOB / Path(place).name
-        if not Path(place).exists() and brought.is_file():
-            return dataclasses.replace(spec, job=f"{brought}{colon}{function}")
-        return spec
+        return checked(path, spec)
     except FileNotFoundError:
         if (path / HOSTS).is_file():
             raise ConfigError(

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 from gradstream.errors import DataError
 from gradstream.untrusted import escaped
@@ -31,6 +31,14 @@ END_BYTES = 1 << 20
 
 _HARMLESS = {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname"}
 """Values of pax that are passed over; `path` and `size` count, and any other refuses the archive."""
+
+
+class Source(Protocol):
+    """Where an archive comes from: a file, a pipe, a connection."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes, at most so many; none at the end."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +69,7 @@ def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def unpacked(archive: IO[bytes], into: Path, expected: Expected) -> set[str]:
+def unpacked(archive: Source, into: Path, expected: Expected) -> set[str]:
     """Unpacks what a machine has sent into a folder of its own, to the end of the stream.
 
     Only the owner can read what is unpacked. Folders are made for the files in them alone.
@@ -87,7 +95,7 @@ def unpacked(archive: IO[bytes], into: Path, expected: Expected) -> set[str]:
         raise
 
 
-def _unpacked(archive: IO[bytes], into: Path, expected: Expected) -> set[str]:
+def _unpacked(archive: Source, into: Path, expected: Expected) -> set[str]:
     names, folders = set[str](), {""}
     left_bytes = expected.max_bytes
     for count, (name, length, is_file) in enumerate(_members(archive), 1):
@@ -136,7 +144,7 @@ def _make_folders(path: str, into: Path, names: set[str], folders: set[str]) -> 
         folders.add(one)
 
 
-def _members(archive: IO[bytes]) -> Iterator[tuple[str, int, bool]]:
+def _members(archive: Source) -> Iterator[tuple[str, int, bool]]:
     """Name, length and whether it is a file, of each member. The caller reads a file's blocks before the next one."""
     given: dict[str, bytes] = {}
     while any(block := _exactly(archive, BLOCK_BYTES)):
@@ -172,7 +180,7 @@ def _members(archive: IO[bytes]) -> Iterator[tuple[str, int, bool]]:
             raise DataError("the archive goes on after its end")
 
 
-def _add_values(given: dict[str, bytes], kind: bytes, archive: IO[bytes], length: int) -> None:
+def _add_values(given: dict[str, bytes], kind: bytes, archive: Source, length: int) -> None:
     """Reads what stands before a member: a long name of GNU, or values of pax."""
     if length > HEADER_BYTES:
         raise DataError(
@@ -241,7 +249,7 @@ def _shown(name: str) -> str:
     return repr(escaped(name, 120))
 
 
-def _pieces(archive: IO[bytes], length: int) -> Iterator[bytes]:
+def _pieces(archive: Source, length: int) -> Iterator[bytes]:
     while length:
         piece = archive.read(min(length, PIECE_BYTES))
         if not piece:
@@ -250,5 +258,5 @@ def _pieces(archive: IO[bytes], length: int) -> Iterator[bytes]:
         yield piece
 
 
-def _exactly(archive: IO[bytes], length: int) -> bytes:
+def _exactly(archive: Source, length: int) -> bytes:
     return b"".join(_pieces(archive, length))

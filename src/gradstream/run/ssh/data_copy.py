@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from gradstream.errors import DataError, GradstreamError
-from gradstream.run.ssh.archives import unpacked
+from gradstream.run.ssh.archives import Source, unpacked
 from gradstream.run.ssh.file_list import FileList, files_in
 from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
 
@@ -46,7 +46,7 @@ def use(folder: Path) -> None:
     COPY.symlink_to(folder.resolve())
 
 
-def receive(archive: IO[bytes]) -> None:
+def receive(archive: Source) -> None:
     """Takes the data from an archive.
 
     Raises:

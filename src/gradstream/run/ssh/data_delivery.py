@@ -57,8 +57,11 @@ class DataDelivery:
     fleet: Fleet
     say: Callable[[str], object]
 
-    def bring(self, folder: Path) -> None:
+    def bring(self, folder: Path) -> str:
         """Brings the files of a folder to all machines that lack them.
+
+        Returns:
+            The list of the files.
 
         Raises:
             HostError: a machine has no room for it, or could not get it from here either.
@@ -68,7 +71,7 @@ class DataDelivery:
         size = f"{files.num_bytes / 1e6:,.0f} MB of data"
         if not lack:
             self.say(f"{size}: all machines have it")
-            return
+            return str(files)
         first, others = self.fleet.machines[0], [host for host in lack if host.name != self.fleet.hosts[0]]
         send = partial(self._send, folder)
         if first in lack:
@@ -77,15 +80,19 @@ class DataDelivery:
         if others:
             self.say(f"{size}: from {first.name} to {', '.join(host.name for host in others)}")
             self._pass_on(others, self.fleet.port, send)
+        return str(files)
 
-    def bring_anew(self, host: SshHost) -> None:
+    def bring_anew(self, host: SshHost, files: bytes) -> None:
         """Brings the data to a machine that takes the place of another one, while the run goes on.
+
+        Args:
+            host: the machine.
+            files: the list of the files, as this machine has kept it.
 
         Raises:
             HostError: the machine has no room for it, or could not get it by way of this one either.
         """
-        first = self.fleet.machines[0]
-        if self._without(first.do(self.fleet.inside(first, f"cat {LIST}")), [host]):
+        if self._without(files, [host]):
             self._pass_on([host], 0, self._relay)
 
     def _without(self, files: bytes, hosts: Sequence[SshHost]) -> list[SshHost]:

@@ -14,22 +14,24 @@ goes on without it. Everything on a machine is in one folder of its own:
 from __future__ import annotations
 
 import json
+import os
+import re
 import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from gradstream.errors import ConfigError
 from gradstream.run.files import HOSTS
+from gradstream.run.launches import Launch, read_hosts
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT, RUN
 from gradstream.run.ssh.archives import packed
 from gradstream.run.ssh.host import HostError, SshHost, last_line
-
-NOT_ITS_JOB = "log|status|group|runs|data|data.json|__pycache__"
-"""What the folder of a machine has besides the files of the job and the token, as `grep -E` takes it."""
+from gradstream.runtime.storage import DiskStorage
+from gradstream.untrusted import MismatchError, check_record, escaped
 
 NOT_IN_TIME = 4
 """Exit status of `gradstream stop`."""
@@ -39,6 +41,8 @@ END_S = 20.0
 
 LEAVE_S = 60.0
 """Longest wait for a machine that was asked to leave."""
+
+_UNPACK = "umask 077; tar -xzf -"
 
 Answer = TypeVar("Answer")
 
@@ -74,26 +78,61 @@ class Fleet:
 
     @classmethod
     def of(cls, run: Path) -> Self | None:
-        """The machines of a run whose local folder this is; None if it is no run on machines."""
-        try:
-            said = json.loads((run / HOSTS).read_text())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {run / HOSTS}: {error}") from None
-        return cls(**said)
+        """The machines of a run whose local folder this is; None if it is no run on machines, or over.
 
-    def keep(self, run: Path) -> None:
-        """Writes which machines a run is on, so that other commands find them."""
+        Raises:
+            ConfigError: this machine has not started the run, so the words in the folder are not executed; or the list
+                is damaged.
+        """
+        if not os.path.lexists(run / HOSTS):
+            return None
+        said = Launch.at(run).hosts()
+        if said is not None:
+            return cls._checked(said, run)
+        there = cls.said_in(run)
+        raise ConfigError(
+            f"{run} comes from elsewhere: this machine has not started it. {HOSTS} in it would have "
+            f"{escaped(shlex.join([*there.ssh, '…']), 400)} run here, for {escaped(', '.join(there.names), 400)}. If "
+            f"that is what you want: gradstream status {run} --adopt"
+        )
+
+    @classmethod
+    def said_in(cls, run: Path) -> Self:
+        """The machines as the run's own folder names them. Raises ConfigError if it does not."""
+        said = read_hosts(run / HOSTS)
+        if said is None:
+            raise ConfigError(f"{run} has no {HOSTS}")
+        return cls._checked(said, run)
+
+    @classmethod
+    def _checked(cls, said: Mapping[str, Any], run: Path) -> Self:
         try:
-            run.mkdir(parents=True, exist_ok=True)
+            check_record(cls, said)
+        except MismatchError as error:
+            raise ConfigError(f"the list of machines of {run} is damaged: {error}") from None
+        fleet = cls(**said)
+        if not fleet.ssh or len(fleet.names) < 1 or any(name.startswith("-") for name in fleet.names):
+            raise ConfigError(
+                f"the list of machines of {run} is damaged: no client, or no name that ssh takes"
+            )
+        if not re.fullmatch(r"[a-z0-9-]+", fleet.name) or not 0 <= fleet.port < 1 << 16:
+            raise ConfigError(f"the list of machines of {run} is damaged: its name or its port")
+        return fleet
+
+    def keep(self, run: Path, files: Mapping[str, Path]) -> None:
+        """Writes which machines a run is on, and keeps the files of its job, so that other commands find them."""
+        Launch.at(run).begin(files)
+        try:
+            run.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.write(run)
         except OSError as error:
             raise ConfigError(f"cannot make {run}: {error.strerror}; take another --name") from None
 
     def write(self, run: Path) -> None:
-        """Writes the list of machines into the local folder of the run."""
-        (run / HOSTS).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Writes the list of machines, for commands and, into the local folder of the run, for people."""
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        Launch.at(run).write(HOSTS, text)
+        DiskStorage(run).write(HOSTS, text.encode())
 
     @property
     def machines(self) -> list[SshHost]:
@@ -153,7 +192,19 @@ class Fleet:
     def send(self, files: Mapping[str, Path]) -> None:
         """Brings the files of the job, and a new token."""
         archive = packed(files, {"token": secrets.token_hex(16).encode() + b"\n"})
-        self.at_once(lambda host: host.do(self.inside(host, "umask 077; tar -xzf -"), archive, 600.0))
+        self.at_once(lambda host: host.do(self.inside(host, _UNPACK), archive, 600.0))
+
+    def send_to(self, host: SshHost, files: Mapping[str, Path]) -> None:
+        """Brings the files of the job to a machine that comes later, and the token that the first machine has.
+
+        Raises:
+            HostError: a machine cannot be reached, or what the first one has is no token.
+        """
+        first = self.machines[0]
+        token = first.do(self.inside(first, "head -c 64 token"))
+        if not re.fullmatch(rb"[0-9a-f]{32}\n", token):
+            raise HostError(f"{first.name}: its file token is none; end the run by gradstream stop")
+        host.do(self.inside(host, _UNPACK), packed(files, {"token": token}), 600.0)
 
     def start(self) -> None:
         """Starts the run on all machines. It goes on without this process."""

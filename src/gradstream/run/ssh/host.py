@@ -94,7 +94,7 @@ class SshHost:
         return done
 
     @contextmanager
-    def printed(self, script: str, longest_s: float) -> Iterator[IO[bytes]]:
+    def printed(self, script: str, longest_s: float) -> Iterator[Printed]:
         """What a script prints there, as it comes.
 
         Args:
@@ -106,8 +106,9 @@ class SshHost:
                 failed. The process here is gone by then.
         """
         with self._started(self.words(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
             errors = _Pipe(process.stderr, process)
-            yield _Printed(self, process.stdout, time.monotonic() + longest_s)  # type: ignore[arg-type]
+            yield Printed(self, process.stdout, time.monotonic() + longest_s)
             try:
                 status = process.wait(SILENCE_S)
             except subprocess.TimeoutExpired:
@@ -166,7 +167,7 @@ class _Pipe:
         return bytes(self._kept)
 
 
-class _Printed:
+class Printed:
     """What a machine prints, which may not be silent for long."""
 
     def __init__(self, host: SshHost, pipe: IO[bytes], end_s: float) -> None:

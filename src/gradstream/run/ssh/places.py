@@ -1,19 +1,20 @@
 """Changes the machines of a run while it trains: one takes the place of another, joins in a free one, or leaves.
 
-A run has as many places as it began with, and those for which it made room. A machine that joins later needs nothing of
-this one: job, token and data come from the first machine.
+A run has as many places as it began with, and those for which it made room. The job of a machine that joins later comes
+from this one, which has kept it; token and data come from the first machine, and the data is compared with the list of
+this one.
 """
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from gradstream.errors import ConfigError
+from gradstream.run.launches import Launch
 from gradstream.run.ssh.data_delivery import DataDelivery
-from gradstream.run.ssh.fleet import NOT_ITS_JOB, Fleet
+from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import HostError, SshHost
 from gradstream.run.ssh.inspection import inspect_machine
 from gradstream.run.ssh.run_files import bring_log
@@ -45,7 +46,7 @@ def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[
         )
     if new == old:
         fleet.clean([_machine(fleet, old)])
-    after = _begun(fleet, rank, new, say)
+    after = _begun(fleet, rank, new, run, say)
     after.write(run)
     if new != old:
         fleet.clean([_machine(fleet, old)])  # if it can be reached
@@ -60,7 +61,7 @@ def add_machine(fleet: Fleet, new: str, run: Path, say: Callable[[str], object])
             f"the run has no free place: its machines are {', '.join(fleet.names)}; start it with --room N for N "
             "machines more, or take one out first: gradstream remove"
         )
-    after = _begun(fleet, list(fleet.hosts).index(""), new, say)
+    after = _begun(fleet, list(fleet.hosts).index(""), new, run, say)
     after.write(run)
     return after
 
@@ -105,26 +106,18 @@ def _with(fleet: Fleet, rank: int, name: str) -> Fleet:
     return replace(fleet, hosts=[*fleet.hosts[:rank], name, *fleet.hosts[rank + 1 :]])
 
 
-def _begun(fleet: Fleet, rank: int, name: str, say: Callable[[str], object]) -> Fleet:
+def _begun(fleet: Fleet, rank: int, name: str, run: Path, say: Callable[[str], object]) -> Fleet:
     """Looks at a machine, brings what it needs, and starts its process in a place. Raises HostError."""
     after, made = _with(fleet, rank, name), list[SshHost]()
     host = _machine(after, name)
     try:
         inspect_machine(after, host, made)
-        _bring_job(after, host)
+        launch = Launch.at(run)
+        after.send_to(host, launch.files())
         if after.data:
-            DataDelivery(after, say).bring_anew(host)
+            DataDelivery(after, say).bring_anew(host, launch.data())
         after.start_on(host)
-    except HostError:
+    except (HostError, ConfigError):
         after.clean(made)
         raise
     return after
-
-
-def _bring_job(fleet: Fleet, host: SshHost) -> None:
-    """Brings the files of the job and the token from the first machine."""
-    first = fleet.machines[0]
-    words = first.words(fleet.inside(first, f"tar -cf - $(ls | grep -vxE '{NOT_ITS_JOB}')"))
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as archive:
-        assert archive.stdout is not None
-        host.do(fleet.inside(host, "umask 077; tar -xf -"), archive.stdout, 600.0)

@@ -13,13 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from gradstream.errors import DataError
-from gradstream.run.files import BROUGHT, HOSTS, JOB
+from gradstream.run.files import BROUGHT, HOSTS, JOB, LOGS
 from gradstream.run.ssh.archives import Expected, unpacked
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import HostError, SshHost
-
-LOGS = "hosts"
-"""Folder in the local folder of a run: a folder for each machine, with its log and its exit status."""
 
 OWN = "own"
 """Folder in that of the first machine, with other files that the job has written into the run directory."""

@@ -1,0 +1,227 @@
+"""`Launch`: what this machine knows of a run that it has started on others.
+
+The folder of such a run is filled by another machine, so nothing in it is executed. The machines, the words that reach
+them and the files of the job are kept where only this user writes:
+
+    $XDG_STATE_HOME/gradstream/launches/DIGEST OF THE RUN FOLDER/
+        hosts.json   the machines; without it the user has said that the run folder may be believed
+        data.json    the list of the files of the data, if the run has any
+        job/         the files of the job
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from gradstream.errors import ConfigError
+from gradstream.job.plugins import GROUPS, installed
+from gradstream.run.files import HOSTS, JOB, LOGS
+from gradstream.run.node_spec import NodeSpec
+from gradstream.runtime.storage import DiskStorage
+from gradstream.untrusted import escaped, parse_json
+from gradstream.untrusted.files import read_regular
+
+DATA = "data.json"
+MAX_BYTES, MAX_DATA_BYTES = 1 << 20, 1 << 29
+
+
+def state_folder() -> Path:
+    """The folder of this user's state of gradstream; it need not be there."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(os.path.expanduser("~"))
+    return (Path(given) if Path(given).is_absolute() else home / ".local" / "state") / "gradstream"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is kept of a run on other machines.
+
+    Args:
+        run: the local folder of the run.
+        folder: where it is kept.
+    """
+
+    run: Path
+    folder: Path
+
+    @classmethod
+    def at(cls, run: Path) -> Self:
+        """That of a folder, whether anything is kept or not.
+
+        Raises:
+            ConfigError: others can write where it is kept.
+        """
+        kept = state_folder() / "launches"
+        for folder in (kept.parent, kept):
+            if folder.is_dir() and ((found := folder.stat()).st_uid != os.geteuid() or found.st_mode & 0o022):
+                raise ConfigError(
+                    f"{folder}: others can write there, and what it says is executed; expected a folder of this user "
+                    f"with mode 0700: chmod 700 {folder}, or set XDG_STATE_HOME"
+                )
+        digest = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()
+        return cls(run, kept / digest[:32])
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this machine has started the run, or its user has said that the folder may be believed."""
+        return self.folder.is_dir()
+
+    def begin(self, files: Mapping[str, Path]) -> None:
+        """Begins anew, with the files of a job.
+
+        Raises:
+            ConfigError: the disk does not take them.
+        """
+        launches = self.folder.parent
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            launches.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (launches.parent, launches, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for name, path in files.items():
+                DiskStorage(self.folder).write(f"{JOB}/{name}", path.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {self.folder}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            ) from None
+
+    def forget(self) -> None:
+        """Removes what is kept."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, name: str, text: str) -> None:
+        """Keeps a text. Raises OSError if the disk does not take it."""
+        DiskStorage(self.folder).write(name, text.encode())
+
+    def hosts(self) -> dict[str, Any] | None:
+        """What `HOSTS` says of the machines; None if nothing is kept. Raises ConfigError for a damaged file."""
+        return read_hosts(self.folder / HOSTS)
+
+    def data(self) -> bytes:
+        """The list of the data's files. Raises ConfigError without one."""
+        try:
+            return read_regular(self.folder / DATA, MAX_DATA_BYTES)
+        except FileNotFoundError:
+            raise self.unknown("the list of its data") from None
+
+    def files(self) -> dict[str, Path]:
+        """The files of the job by name. Raises ConfigError if none are kept."""
+        job = self.folder / JOB
+        found = {str(path.relative_to(job)): path for path in sorted(job.rglob("*")) if path.is_file()}
+        if not found:
+            raise self.unknown("the files of its job")
+        return found
+
+    def unknown(self, what: str) -> ConfigError:
+        """For what this machine does not know of a run."""
+        return ConfigError(
+            f"{self.run}: {what} are not known here, since the run was started elsewhere; call this command where "
+            "`gradstream launch` was called"
+        )
+
+    def own(self, spec: NodeSpec) -> NodeSpec:
+        """A description of the run that a machine has sent, with nothing in it to execute but what is of here.
+
+        The job and its command line are those that were typed. Classes and functions are gradstream's own, installed
+        plugins, or in files of the job.
+
+        Raises:
+            ConfigError: it names others.
+        """
+        said = self.hosts()
+        if said is None or not (self.folder / JOB).is_dir():
+            return spec  # its user has said so
+        job, colon, function = said["job"].partition(":")
+        place = f"{self.folder / JOB / job}{colon}{function}"
+        words = said["arguments"]
+        argv = [str(self.folder / JOB / job), *(words[words.index("--") + 1 :] if "--" in words else [])]
+        given = {key: value for key, value in spec.plain.items() if key not in _TEXTS}
+        texts = {key: spec.plain[key] for key in _TEXTS & spec.plain.keys()}
+        return dataclasses.replace(
+            spec,
+            job=place if spec.job else "",
+            script=place if spec.script else "",
+            earlier=(),
+            run_dir=str(self.run),
+            plain={**texts, **self._own(given), "argv": argv, "run_dir": str(self.run)},
+            strategy=self._own(spec.strategy),
+            optimizer=self._own(spec.optimizer),
+        )
+
+    def _own(self, value: Any) -> Any:
+        """The value with places of here in it: each text with a colon may become code."""
+        if isinstance(value, Mapping):
+            return {key: self._own(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._own(one) for one in value]
+        return self._place(value) if isinstance(value, str) and ":" in value else value
+
+    def _place(self, place: str) -> str:
+        where, _, name = place.rpartition(":")
+        if place in {plugin.place for kind in GROUPS for plugin in installed(kind)}:
+            return place
+        if where.endswith(".py"):
+            known = [path for file, path in self.files().items() if f"/{where}".endswith(f"/{file}")]
+            if known:
+                return f"{max(known, key=lambda path: len(path.parts))}:{name}"
+        elif where.startswith(_OURS):
+            with suppress(ImportError):
+                found = getattr(importlib.import_module(where), name, None)
+                if str(getattr(found, "__module__", "")).startswith(_OURS):
+                    return place
+        elif file := self.files().get(f"{where.replace('.', '/')}.py"):
+            return f"{file}:{name}"
+        raise self._refused(place)
+
+    def _refused(self, place: object) -> ConfigError:
+        return ConfigError(
+            f"{self.run / 'nodes.json'} names {escaped(str(place), 120)!r}, which is neither gradstream's nor in a "
+            "file of the job, so it is not executed: the first machine wrote it. If it is right, bring that code "
+            "along with --with"
+        )
+
+
+_OURS = ("gradstream.strategies.", "gradstream.optim.", "gradstream.codec.", "gradstream.worker.evaluation")
+_TEXTS = frozenset({"name"})
+"""Fields of a job that are for people to read."""
+
+
+def read_hosts(path: Path) -> dict[str, Any] | None:
+    """The object in a file of machines; None without a file. Raises ConfigError if it holds none."""
+    try:
+        said = parse_json(read_regular(path, MAX_BYTES))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"cannot read {path}: expected an object")
+    return said
+
+
+def checked(run: Path, spec: NodeSpec) -> NodeSpec:
+    """The description of a run, of which nothing is executed that another machine has chosen.
+
+    Raises:
+        ConfigError: the folder was filled by another machine, and this one has not started the run.
+    """
+    launch = Launch.at(run)
+    if launch.is_known:
+        return launch.own(spec)
+    inside = Path(spec.job.partition(":")[0]).resolve().is_relative_to(run.resolve())
+    if (spec.job and inside) or any((run / name).exists() for name in (HOSTS, LOGS, JOB)):
+        raise ConfigError(
+            f"{run} comes from elsewhere: this machine has not started it. To read its job would run "
+            f"{escaped(spec.job or spec.script, 400)}, and what nodes.json names besides. If you trust whoever wrote "
+            f"these files: gradstream status {run} --adopt"
+        )
+    return spec
