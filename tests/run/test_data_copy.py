@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import shutil
+import socket
 import tarfile
+import threading
 from collections import namedtuple
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
 import pytest
 
 from gradstream.errors import ConfigError, DataError, PeerLostError, RefusedError
-from gradstream.run.ssh import data_copy
+from gradstream.run.ssh import data_copy, file_server
 from gradstream.run.ssh.data_copy import DiskFullError, main, receive, use
 from gradstream.run.ssh.file_list import FileList, files_in
 from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
@@ -155,3 +159,57 @@ def test_a_server_gives_files_to_those_that_know_the_token_and_is_known_by_its_c
         served_archive("127.0.0.1", server.port, known, TOKEN),
     ):
         pass
+
+
+def test_strangers_hold_no_threads_of_a_server_and_keep_no_machine_waiting(
+    here: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_server, "PROOF_S", 1.0)
+    monkeypatch.setattr(file_server, "MAX_UNPROVED", 8)
+    with FileServer(files_in(folder), TOKEN, 0) as server, ExitStack() as stack:
+        before = threading.active_count()
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20)) for _ in range(40)
+        ]
+        with served_archive("127.0.0.1", server.port, server.certificate.decode(), TOKEN) as came:
+            receive(came)
+        assert threading.active_count() - before <= 8 + 8  # those that are hung up on may be ending
+        for stranger in strangers:
+            while True:  # what moves on a connection does not prolong it
+                try:
+                    stranger.send(b"\x16")
+                    stranger.settimeout(0.2)
+                    if not stranger.recv(100):
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+    assert FileList.of(folder).difference(here / "data") == ""
+
+
+def test_more_machines_than_there_can_be_are_hung_up_on(
+    here: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_server, "MAX_PROVED", 0)
+    with FileServer(files_in(folder), TOKEN, 0) as server, pytest.raises(PeerLostError):
+        with served_archive("127.0.0.1", server.port, server.certificate.decode(), TOKEN):
+            pass
+
+
+@pytest.mark.parametrize("name", ["token", "data.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_a_file_that_is_none_is_refused_and_nobody_waits(
+    here: Path, folder: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / name).rename(here.parent / "elsewhere" / name)
+    if kind == "pipe":
+        os.mkfifo(here / name)
+    elif kind == "link":
+        (here / name).symlink_to(here.parent / "elsewhere" / name)
+    else:
+        (here / name).mkdir()
+    shutil.copytree(folder, here / "data", ignore_dangling_symlinks=True, ignore=lambda *_: ["above"])
+    words = ["serve", "0"] if name == "token" else ["there", str(folder)]
+    assert main(words) == data_copy.ELSEWHERE
+    assert "regular file" in capsys.readouterr().err

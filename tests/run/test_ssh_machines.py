@@ -130,7 +130,9 @@ def test_one_command_brings_starts_collects_and_cleans_up(
     assert [(run / "hosts" / host / "status").read_text() for host in cluster.hosts] == ["0\n"] * 3
     assert cluster.left() == []
     kept = Launch.at(run).folder / "job"
-    assert sorted(path.name for path in kept.iterdir()) == ["helper.py", "job.py"] and not (run / "job").exists()
+    assert (
+        sorted(path.name for path in kept.iterdir()) == ["helper.py", "job.py"] and not (run / "job").exists()
+    )
     monkeypatch.setenv("GRADSTREAM_DATA", str(cluster.folder / "data"))
     status, said = cluster.run("evaluate", "runs/job")
     assert "has no held-out samples" in said, said  # so it has read the job again

@@ -14,19 +14,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import click
-
 from gradstream.errors import RESUMABLE, ConfigError
 from gradstream.job.sources import sources_of
 from gradstream.run.files import HOSTS
 from gradstream.run.launches import DATA, Launch
 from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
+from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost, lines_of
 from gradstream.run.ssh.inspection import inspect
 from gradstream.run.ssh.places import add_machine, remove_machine, replace_machine
 from gradstream.run.ssh.run_files import collect, take_back
-from gradstream.untrusted import say
+from gradstream.untrusted import say, show
 
 FIRST_S = 10.0
 """Longest wait for the end of the first machine's process, once another one has failed before the first step."""
@@ -142,16 +140,14 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
     begun, failed = threading.Event(), list[str]()
     if not starts:
         begun.set()
-    shown = subprocess.Popen(
-        fleet.log(first, follow=True), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-    )
+    shown = _started(fleet.followed(first))
     watched = [_watch(fleet, run, host, begun, failed, shown) for host in others]
     try:
         assert shown.stdout is not None
-        for line in shown.stdout:
+        for line in lines_of(shown.stdout):
             if line.startswith("step "):
                 begun.set()
-            say(_as_here(line.rstrip("\n"), fleet, run))
+            say(_as_here(line, fleet, run))
         status = shown.wait()
     except KeyboardInterrupt:
         say(f"the run goes on: gradstream attach {run}, gradstream stop {run}")
@@ -184,48 +180,55 @@ def finish(fleet: Fleet, run: Path) -> None:
     say(f"collected in {run}" + ("" if left else f"; nothing is left on {', '.join(fleet.names)}"))
 
 
-def stop(fleet: Fleet, run: Path, *options: str) -> None:
+def stop(fleet: Fleet, run: Path, *options: str, wait_s: float) -> None:
     """Ends the run with a checkpoint, brings what it has left, and cleans up."""
-    say(f"{fleet.hosts[0]}: {_as_here(fleet.stop(*options), fleet, run)}")
+    say(f"{fleet.hosts[0]}: {_as_here(fleet.stop(*options, wait_s=wait_s), fleet, run)}")
     finish(fleet, run)
 
 
 def replace_on(fleet: Fleet, run: Path, gone: str, host: str) -> None:
     """Has a machine take the place of one that is gone. Raises as `replace_machine` does."""
     replace_machine(fleet, gone, host, run, say)
-    click.echo(f"{host} joins in the place of {gone}; gradstream status {run}")
+    show(f"{host} joins in the place of {gone}; gradstream status {run}")
 
 
 def add_on(fleet: Fleet, run: Path, host: str) -> None:
     """Has a machine join in a free place. Raises as `add_machine` does."""
     add_machine(fleet, host, run, say)
-    click.echo(f"{host} joins; gradstream status {run}")
+    show(f"{host} joins; gradstream status {run}")
 
 
 def remove_from(fleet: Fleet, run: Path, host: str) -> None:
     """Has a machine leave. Raises as `remove_machine` does."""
     remove_machine(fleet, host, run, say)
-    click.echo(f"{host} has left, and nothing of the run is on it; gradstream status {run}")
+    show(f"{host} has left, and nothing of the run is on it; gradstream status {run}")
 
 
 def show_states(fleet: Fleet) -> None:
     """Prints a line for each machine."""
     width = max(map(len, fleet.hosts))
     for name, state in fleet.states().items():
-        click.echo(f"{name:{width}}  {state}")
+        show(f"{name:{width}}  {state}")
     if free := len(fleet.hosts) - len(fleet.names):
-        click.echo(f"room for {free} more: gradstream add")
+        show(f"room for {free} more: gradstream add")
 
 
 def show_logs(fleet: Fleet, only: str | None) -> None:
-    """Prints the log of each machine, or of one."""
+    """Prints the log of each machine, or of one. Raises HostError for those that do not come, after the others."""
     hosts = [host for host in fleet.machines if only in (None, host.name)]
     if not hosts:
         raise ConfigError(f"the run has no machine {only!r}; expected one of {', '.join(fleet.names)}")
+    lacking = list[str]()
     for host in hosts:
         if only is None:
-            click.echo(f"==> {host.name}")
-        subprocess.run(fleet.log(host, follow=False), stdin=subprocess.DEVNULL, check=False)
+            show(f"==> {host.name}")
+        try:
+            for line in fleet.log(host):
+                show(line)
+        except HostError as error:
+            lacking.append(str(error))
+    if lacking:
+        raise HostError("\n".join(lacking))
 
 
 def _watch(
@@ -234,15 +237,14 @@ def _watch(
     host: SshHost,
     begun: threading.Event,
     failed: list[str],
-    shown: subprocess.Popen[str],
-) -> subprocess.Popen[str]:
+    shown: subprocess.Popen[bytes],
+) -> subprocess.Popen[bytes]:
     """Says when the process of another machine ends before the run does; before the first step, ends the run."""
-    words = fleet.log(host, follow=True)
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    process = _started(fleet.followed(host))
 
     def wait() -> None:
         assert process.stdout is not None
-        last = deque((line.strip() for line in process.stdout if line.strip()), maxlen=1)
+        last = deque((line.strip() for line in lines_of(process.stdout) if line.strip()), maxlen=1)
         status = process.wait()
         if status <= 0 or shown.poll() is not None:
             return
@@ -262,6 +264,11 @@ def _watch(
 
     threading.Thread(target=wait, daemon=True).start()
     return process
+
+
+def _started(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process whose words, of both kinds, are read here: a terminal obeys what it gets."""
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def _as_here(text: str, fleet: Fleet, run: Path) -> str:

@@ -6,7 +6,7 @@ of this package turn input into a checked value or into one typed error, in boun
 
 from gradstream.untrusted.documents import DocumentError, open_regular, parse_json, parse_toml, read_regular
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
-from gradstream.untrusted.text import LINE_BYTES, TEXT_BYTES, counted, escaped, say
+from gradstream.untrusted.text import LINE_BYTES, TEXT_BYTES, counted, escaped, say, show
 
 __all__ = [
     "LINE_BYTES",
@@ -22,4 +22,5 @@ __all__ = [
     "parse_toml",
     "read_regular",
     "say",
+    "show",
 ]

@@ -40,6 +40,11 @@ def say(text: str, limit_bytes: int = TEXT_BYTES) -> None:
     sys.stderr.flush()
 
 
+def show(text: str, limit_bytes: int = TEXT_BYTES) -> None:
+    """Writes a line to stdout, escaped as by `say`: for what a command was asked to print."""
+    sys.stdout.write(f"{escaped(text.expandtabs(), limit_bytes, newlines=True)}\n")
+
+
 def counted(text: str, more: int, limit_bytes: int = LINE_BYTES) -> str:
     """The escaped text, and the number of further messages like it: "… (and 3,211 more)".
 

@@ -28,7 +28,7 @@ def stop(run: Path, now: bool, wait_s: float) -> None:
     from gradstream.run.ssh.fleet import Fleet
 
     if fleet := Fleet.of(run):
-        stop_hosts(fleet, run, *(["--now"] if now else []), "--wait-s", str(wait_s))
+        stop_hosts(fleet, run, *(["--now"] if now else []), wait_s=wait_s)
         return
     from gradstream.runs import stop as end
     from gradstream.untrusted import TEXT_BYTES, escaped

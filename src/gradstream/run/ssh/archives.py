@@ -36,7 +36,7 @@ _HARMLESS = {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname"}
 class Source(Protocol):
     """Where an archive comes from: a file, a pipe, a connection."""
 
-    def read(self, size: int, /) -> bytes:
+    def read(self, size: int, /) -> bytes | None:
         """The next bytes, at most so many; none at the end."""
         ...
 

@@ -22,8 +22,9 @@ from typing import IO
 
 from gradstream.errors import DataError, GradstreamError
 from gradstream.run.ssh.archives import Source, unpacked
-from gradstream.run.ssh.file_list import FileList, files_in
+from gradstream.run.ssh.file_list import MAX_BYTES, FileList, files_in
 from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
+from gradstream.untrusted.files import read_regular
 
 COPY, LIST, TOKEN_FILE = Path("data"), Path("data.json"), Path("token")
 ELSEWHERE, NO_ROOM = 45, 46
@@ -41,7 +42,7 @@ def use(folder: Path) -> None:
     """Has the run use a folder of this machine as its data. Raises DataError if its files are not those of the list."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
-    if difference := FileList.parse(LIST.read_text()).difference(folder):
+    if difference := FileList.parse(read_regular(LIST, MAX_BYTES)).difference(folder):
         raise DataError(f"{folder}: {difference}")
     COPY.symlink_to(folder.resolve())
 
@@ -53,7 +54,7 @@ def receive(archive: Source) -> None:
         DataError: the archive ended early, or a checksum is wrong. There is no copy then.
         DiskFullError: there is no room for it.
     """
-    files, new = FileList.parse(LIST.read_text()), COPY.with_suffix(".new")
+    files, new = FileList.parse(read_regular(LIST, MAX_BYTES)), COPY.with_suffix(".new")
     free_bytes = shutil.disk_usage(".").free
     room = f"{Path.cwd()} has {free_bytes / 1e6:,.0f} MB free, and the data takes {files.num_bytes / 1e6:,.0f} MB"
     remedy = "make room, or take another --folder"
@@ -75,15 +76,19 @@ def receive(archive: Source) -> None:
 
 def serve(port: int, say: Callable[[str], object], until: IO[bytes]) -> None:
     """Gives the copy to other machines of the run, until `until` ends."""
-    with FileServer(files_in(COPY), TOKEN_FILE.read_text().strip(), port) as server:
+    with FileServer(files_in(COPY), _token(), port) as server:
         say(f"{server.certificate.decode().rstrip()}\n{READY} {server.port}\n")
         until.read()
 
 
 def fetch(host: str, port: int, certificate: str) -> None:
     """Takes the data from a machine that serves it. Raises as `receive` and `served_archive` do."""
-    with served_archive(host, port, certificate, TOKEN_FILE.read_text().strip()) as archive:
+    with served_archive(host, port, certificate, _token()) as archive:
         receive(archive)
+
+
+def _token() -> str:
+    return read_regular(TOKEN_FILE, 1 << 10).decode(errors="replace").strip()
 
 
 def main(words: Sequence[str]) -> int:

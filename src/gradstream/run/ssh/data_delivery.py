@@ -8,6 +8,7 @@ the data gets it from here, and a line says so.
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import subprocess
 import threading
@@ -27,7 +28,10 @@ LONGEST_S = 3600.0
 """Longest time in which the data comes to a machine."""
 
 SERVE_S = 60.0
-"""Longest time in which the first machine begins to serve it."""
+"""Longest time in which the first machine begins to serve it, and in which it ends."""
+
+SAID_BYTES = 1 << 16
+"""The most bytes of what a machine says meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +144,22 @@ class DataDelivery:
         with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as server:
             assert server.stdout is not None and server.stderr is not None
             with _ended_after(SERVE_S, server):
-                certificate, line = b"", server.stdout.readline()
-                while line and not line.startswith(READY.encode()):
+                certificate, line = b"", server.stdout.readline(SAID_BYTES)
+                while line and not line.startswith(READY.encode()) and len(certificate) < SAID_BYTES:
                     certificate += line
-                    line = server.stdout.readline()
-            if not line:
-                why = last_line(server.stderr.read()) or f"not ready in {SERVE_S:g} s"
+                    line = server.stdout.readline(SAID_BYTES)
+            ready = re.fullmatch(rf"{READY} (\d{{1,5}})\n".encode(), line)
+            if ready is None:
+                server.kill()
+                why = last_line(server.stderr.read(SAID_BYTES)) or f"not ready in {SERVE_S:g} s"
                 raise HostError(f"{first.name}: cannot serve the data: {why}")
             try:
-                yield DataServer(first.address, int(line.split()[1]), certificate)
+                yield DataServer(first.address, int(ready[1]), certificate)
             finally:
-                server.communicate()  # ends its standard input, and waits: the run needs the port
+                assert server.stdin is not None
+                server.stdin.close()  # ends it
+                with _ended_after(SERVE_S, server):
+                    server.wait()  # the run needs the port
 
     def _send(self, folder: Path, host: SshHost) -> None:
         """Sends the files of a folder from here."""
@@ -166,7 +175,7 @@ class DataDelivery:
                     self.say(f"{folder}: {error}")
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
-                said, status = process.stderr.read(), process.wait()
+                said, status = process.stderr.read(SAID_BYTES), process.wait()
         if status:
             raise HostError(f"{host.name}: {last_line(said) or f'exit status {status}'}")
 

@@ -42,7 +42,7 @@ class FileList:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str | bytes) -> Self:
         """Reads what `str` has written. Raises ConfigError if it is no such list, or leads out of the folder."""
         try:
             read = parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)

@@ -11,12 +11,14 @@ import hmac
 import http.client
 import http.server
 import os
+import socket
 import ssl
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, Any, Self
@@ -26,6 +28,12 @@ from gradstream.run.remote.certificates import self_signed
 
 SILENCE_S = 30.0
 """A connection on which nothing moves for so long is closed."""
+
+PROOF_S = 10.0
+"""A connection on which the token was not shown for so long is closed, whatever moves on it."""
+
+MAX_UNPROVED, MAX_PROVED = 64, 1024
+"""The most connections before and after the token was shown. Before, the oldest one makes room for a new one."""
 
 PIECE_BYTES = 1 << 20
 
@@ -106,10 +114,54 @@ class _Server(http.server.ThreadingHTTPServer):
     authorization: str
     tls: ssl.SSLContext
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._lock = threading.Lock()
+        self._unproved, self._proved = (
+            dict[Any, float](),
+            set[Any](),
+        )  # when each connection began; none waits longer
+
     def get_request(self) -> tuple[Any, Any]:
         """A connection, whose handshake its own thread makes: a silent caller keeps no other one waiting."""
         connection, address = super().get_request()
         return self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Gives a connection a thread of its own."""
+        with self._lock:
+            while len(self._unproved) >= MAX_UNPROVED:
+                self._hang_up(next(iter(self._unproved)))
+            self._unproved[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Is called twice a second."""
+        with self._lock:
+            late_s = time.monotonic() - PROOF_S
+            for request in [one for one, began_s in self._unproved.items() if began_s < late_s]:
+                self._hang_up(request)
+
+    def prove(self, request: Any) -> bool:
+        """The token was shown on a connection. Returns whether it may stay."""
+        with self._lock:
+            if self._unproved.pop(request, None) is None or len(self._proved) >= MAX_PROVED:
+                return False
+            self._proved.add(request)
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection has ended."""
+        with self._lock:
+            self._unproved.pop(request, None)
+            self._proved.discard(request)
+        super().shutdown_request(request)
+
+    def _hang_up(self, request: Any) -> None:
+        """Ends a connection, whose own thread then closes it."""
+        del self._unproved[request]
+        with suppress(OSError):
+            socket.socket.shutdown(request, socket.SHUT_RDWR)  # not that of TLS, which its thread is using
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Is silent: the caller says what it has missed."""
@@ -124,6 +176,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         shown = self.headers.get("Authorization", "")
         if not hmac.compare_digest(shown.encode(errors="replace"), self.server.authorization.encode()):
             self.send_error(http.client.UNAUTHORIZED)
+            return
+        if not self.server.prove(self.connection):
             return
         self.send_response(http.client.OK)
         self.end_headers()

@@ -13,12 +13,13 @@ goes on without it. Everything on a machine is in one folder of its own:
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from gradstream.run.files import HOSTS
 from gradstream.run.launches import Launch, read_hosts
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT, RUN
 from gradstream.run.ssh.archives import packed
-from gradstream.run.ssh.host import HostError, SshHost, last_line
+from gradstream.run.ssh.host import HostError, SshHost, last_line, lines_of
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import MismatchError, check_record, escaped
 
@@ -38,6 +39,12 @@ NOT_IN_TIME = 4
 
 END_S = 20.0
 """Longest wait for the processes of a machine, once the run has ended."""
+
+STOP_S = 120.0
+"""Longest time for `gradstream stop` on a machine besides its wait: to import torch takes a minute on a busy one."""
+
+LOG_S = 600.0
+"""Longest time in which a log comes."""
 
 LEAVE_S = 60.0
 """Longest wait for a machine that was asked to leave."""
@@ -227,15 +234,18 @@ class Fleet:
 
     # ---- the run --------------------------------------------------------------------------
 
-    def log(self, host: SshHost, *, follow: bool) -> list[str]:
-        """The command line that prints the log of a machine; with `follow`, until its process has ended."""
-        show = "cat log"
-        if follow:
-            show = (
-                "while [ ! -s group ]; do sleep 0.1; done; tail -n +1 -F --pid=$(cat group) log 2>/dev/null; "
-                "exit $(cat status 2>/dev/null || echo 1)"
-            )
+    def followed(self, host: SshHost) -> list[str]:
+        """The command line that prints the log of a machine until its process has ended."""
+        show = (
+            "while [ ! -s group ]; do sleep 0.1; done; tail -n +1 -F --pid=$(cat group) log 2>/dev/null; "
+            "exit $(cat status 2>/dev/null || echo 1)"
+        )
         return host.words(self.inside(host, show))
+
+    def log(self, host: SshHost) -> Iterator[str]:
+        """The lines of a machine's log so far. Raises HostError if they do not come, or not in time."""
+        with host.printed(self.inside(host, "cat log"), LOG_S) as said:
+            yield from lines_of(io.BufferedReader(said))
 
     def states(self) -> dict[str, str]:
         """What each machine says: its process trains, or has ended; and the last line of its log."""
@@ -260,15 +270,19 @@ class Fleet:
         script = f"[ -e {self.run_dir}/run.json ] && echo begun"
         return first.ask(self.inside(first, script)).stdout.strip() == b"begun"
 
-    def stop(self, *options: str) -> str:
+    def stop(self, *options: str, wait_s: float) -> str:
         """Ends the run, with a checkpoint if the job has any. Returns what `gradstream stop` says there.
+
+        Args:
+            options: of that command.
+            wait_s: longest wait for the end of the run.
 
         Raises:
             HostError: it has not ended in time; it may still.
         """
         first = self.machines[0]
-        words = shlex.join(["-m", "gradstream", "stop", self.run_dir, *options])
-        done = first.ask(self.inside(first, f"{self.program} {words}"), timeout_s=3600.0)
+        words = shlex.join(["-m", "gradstream", "stop", self.run_dir, "--wait-s", str(wait_s), *options])
+        done = first.ask(self.inside(first, f"{self.program} {words}"), timeout_s=wait_s + STOP_S)
         said = last_line(done.stdout) or last_line(done.stderr)
         if done.returncode == NOT_IN_TIME:
             raise HostError(f"{first.name}: {said}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import shlex
@@ -26,6 +27,9 @@ SILENCE_S = 60.0
 
 ANSWER_BYTES = 16 << 20
 """The most bytes of an answer; files come in another way."""
+
+LINE_BYTES = 8000
+"""The most bytes of a line that is shown."""
 
 END_S = 2.0
 """Longest wait for the last words of a process that has ended."""
@@ -167,7 +171,7 @@ class _Pipe:
         return bytes(self._kept)
 
 
-class Printed:
+class Printed(io.RawIOBase):
     """What a machine prints, which may not be silent for long."""
 
     def __init__(self, host: SshHost, pipe: IO[bytes], end_s: float) -> None:
@@ -175,18 +179,28 @@ class Printed:
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
 
-    def read(self, size: int) -> bytes:
-        """The next bytes, at most so many; none at the end. Raises HostError."""
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, into: Any) -> int:
+        """Takes the next bytes, at most as many as there is room for; none at the end. Raises HostError."""
         wait_s = min(SILENCE_S, self._end_s - time.monotonic())
         if wait_s <= 0 or not self._poll.poll(1e3 * wait_s):
             why = f"silent for {SILENCE_S:g} s" if wait_s == SILENCE_S else "not done in time"
             raise HostError(f"{self._host.name}: {why} while its files came; try `{self._host.trial}`")
-        return os.read(self._pipe.fileno(), size)
+        return os.readv(self._pipe.fileno(), [into])
 
 
 def _feed(pipe: IO[bytes], given: bytes) -> None:
     with suppress(OSError), pipe:  # who does not read it says why
         pipe.write(given)
+
+
+def lines_of(stream: IO[bytes] | io.BufferedReader) -> Iterator[str]:
+    """The lines that a machine prints. A line that is longer than `LINE_BYTES` comes in several."""
+    while line := stream.readline(LINE_BYTES):
+        yield line.decode(errors="replace").rstrip("\r\n")
 
 
 def last_line(text: bytes) -> str:

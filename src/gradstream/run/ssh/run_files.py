@@ -15,7 +15,7 @@ from pathlib import Path
 from gradstream.errors import DataError
 from gradstream.run.files import BROUGHT, HOSTS, JOB, LOGS
 from gradstream.run.ssh.archives import Expected, unpacked
-from gradstream.run.ssh.fleet import Fleet
+from gradstream.run.ssh.fleet import LOG_S, Fleet
 from gradstream.run.ssh.host import HostError, SshHost
 
 OWN = "own"
@@ -24,8 +24,8 @@ OWN = "own"
 BRING_S = 3600.0
 """Longest time in which a run directory comes from the first machine, or goes there."""
 
-LOG_S, LOG_BYTES, STATUS_BYTES = 600.0, 1 << 30, 64
-"""Longest time in which a log comes, and the most bytes of it and of an exit status."""
+LOG_BYTES, STATUS_BYTES = 1 << 30, 64
+"""The most bytes of a log, and of an exit status."""
 
 MAX_FILES = 200_000
 """The most files and folders of a run directory."""
