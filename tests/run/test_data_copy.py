@@ -192,9 +192,12 @@ def test_more_machines_than_there_can_be_are_hung_up_on(
     here: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_server, "MAX_PROVED", 0)
-    with FileServer(files_in(folder), TOKEN, 0) as server, pytest.raises(PeerLostError):
-        with served_archive("127.0.0.1", server.port, server.certificate.decode(), TOKEN):
-            pass
+    with (
+        FileServer(files_in(folder), TOKEN, 0) as server,
+        pytest.raises(PeerLostError),
+        served_archive("127.0.0.1", server.port, server.certificate.decode(), TOKEN),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("name", ["token", "data.json"])

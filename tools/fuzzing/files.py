@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import random
+import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -32,6 +34,9 @@ from gradstream.job.settings import apply, from_texts
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.recording import entries, log
 from gradstream.run.node_spec import NodeSpec
+from gradstream.run.ssh.archives import Expected, unpacked
+from gradstream.run.ssh.file_list import FileList
+from gradstream.run.ssh.fleet import Fleet
 from gradstream.sparse.data import from_csr
 from gradstream.sparse.svmlight import from_svmlight
 from gradstream.strategies.downpour import Downpour
@@ -200,7 +205,98 @@ def _svmlight(data: bytes) -> None:
 
 
 _BOARD = (DataError, ConfigError)
+# ---- what machines of a launch send --------------------------------------------------------
+
+
+def _archive(data: bytes) -> None:
+    """Whatever comes, it is inside of the folder, and regular; or nothing is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder) / "into"
+        expected = Expected(admits=lambda name, length: True, max_members=50, max_bytes=1 << 20)
+        try:
+            names = unpacked(io.BytesIO(data), into, expected)
+        except DataError:
+            assert not list(Path(folder).iterdir())
+            raise
+        found = [path for path in into.rglob("*") if path.is_symlink() or not path.is_dir()]
+        assert {str(path.relative_to(into)) for path in found} == names
+        assert all(path.is_file() and not path.is_symlink() for path in found)
+        assert [path.name for path in Path(folder).iterdir()] == ["into"]
+
+
+def _archive_seed(form: int) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=form) as archive:
+        for name in ("log", "deep/" + "p" * 90, "größe"):
+            entry = tarfile.TarInfo(name)
+            entry.size = 5
+            archive.addfile(entry, io.BytesIO(b"1 2 3"))
+        entry = tarfile.TarInfo("folder")
+        entry.type = tarfile.DIRTYPE
+        archive.addfile(entry)
+    return made.getvalue()
+
+
+def _archive_headers(data: bytes, rng: random.Random) -> bytes:
+    """Blocks repeated and changed, with checksums that are right."""
+    blocks = [
+        bytearray(data[at : at + 512].ljust(512, b"\0")) for at in range(0, min(len(data), 1 << 15), 512)
+    ]
+    for _ in range(rng.choice((1, 2, 5)) if blocks else 0):
+        block = rng.choice(blocks)
+        chance = rng.randrange(4)
+        if chance == 0:
+            block[156] = rng.choice(b"0123567LKxgS")
+        elif chance == 1:
+            block[124:136] = rng.choice(
+                [b"%011o\0" % rng.randrange(2000), b"\x80" + rng.randbytes(11), b"-1" * 6]
+            )
+        elif chance == 2:
+            name = rng.choice(
+                [b"../elsewhere", b"/elsewhere", b"log", b"deep", b"a/../b", b"\x1b[2J", b"log/log"]
+            )
+            block[: len(name) + 1] = name + b"\0"
+        else:
+            blocks.insert(rng.randrange(len(blocks)), bytearray(block))
+    for block in blocks:
+        if block[257:262] == b"ustar":
+            block[148:156] = b" " * 8
+            block[148:156] = b"%06o\0 " % sum(block)
+    return b"".join(map(bytes, blocks))
+
+
+_FLEET = Fleet(
+    name="run",
+    hosts=["a", "b", ""],
+    ssh=["ssh"],
+    python="p",
+    folder="~/f",
+    port=1,
+    job="j.py",
+    arguments=["--x"],
+)
+
+
+def _hosts(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "hosts.json").write_bytes(data)
+        fleet = Fleet.said_in(Path(folder))
+    assert fleet.ssh and all(not one.startswith("-") for one in fleet.names)
+
+
 DECODERS = (
+    Decoder(
+        "archive",
+        _archive,
+        [_archive_seed(form) for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)],
+        (DataError,),
+        _archive_headers,
+        [b"path=", b"size=", b"GNU.sparse.major=", b"../", b"ustar\00000"],
+    ),
+    Decoder("hosts", _hosts, [_json(dataclasses.asdict(_FLEET))], (ConfigError,), mutated_json),
+    Decoder(
+        "file-list", FileList.parse, [_json({"deep/numbers": [5, "0" * 64]})], (ConfigError,), mutated_json
+    ),
     Decoder("manifest", _manifest, [_MANIFEST.encode()], (DataError,), mutated_json),
     Decoder("safetensors", _header, [_HEADER, header_of([])], (DataError,), _header_json),
     Decoder(
