@@ -116,3 +116,14 @@ def test_a_file_that_changes_on_the_way_is_noticed(data: Path, monkeypatch: pyte
         HostError, match=f"{HERE}: the data did not arrive whole: numbers has another SHA-256"
     ):
         DataDelivery(fleet(data, HERE, ALSO_HERE), lambda _: None).bring(data)
+
+
+def test_data_that_the_first_machine_has_changed_is_refused_by_one_that_comes_later(data: Path) -> None:
+    listed, machines = str(FileList.of(data)).encode(), fleet(data, HERE, ALSO_HERE)
+    DataDelivery(machines, lambda _: None).bring(data)
+    (copy(data, HERE) / "numbers").write_bytes(os.urandom(1 << 20))
+    (copy(data, HERE).parent / "data.json").write_text(str(FileList.of(copy(data, HERE))))
+    host = machines.machines[1]
+    host.do(machines.inside(host, "rm -r data data.json"))
+    with pytest.raises(HostError, match="numbers has another SHA-256"):
+        DataDelivery(machines, lambda _: None).bring_anew(host, listed)
