@@ -17,7 +17,7 @@ from gradstream.errors import ConfigError, DataError
 from gradstream.run.files import read_config, read_record
 from gradstream.run.local.link import python_environment
 from gradstream.runtime.storage import DiskStorage
-from gradstream.untrusted import documents, read_regular
+from gradstream.untrusted import read_regular
 
 MANIFEST = Manifest(
     step=4,
@@ -64,11 +64,10 @@ def test_what_only_looks_like_a_file_is_refused_at_once(kind: str, tmp_path: Pat
             refuse(path)
 
 
-def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "FILE_BYTES", 10)
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "long").write_bytes(bytes(11))
     with pytest.raises(OSError, match="11 bytes, expected at most 10"):
-        read_regular(tmp_path / "long")
+        read_regular(tmp_path / "long", 10)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ from gradstream.job.plugins import GROUPS, installed
 from gradstream.run.files import HOSTS, JOB, LOGS
 from gradstream.run.node_spec import NodeSpec
 from gradstream.runtime.storage import DiskStorage
-from gradstream.untrusted import escaped, parse_json
-from gradstream.untrusted.files import read_regular
+from gradstream.untrusted import escaped, parse_json, read_settings
 
 DATA = "data.json"
 MAX_BYTES, MAX_DATA_BYTES = 1 << 20, 1 << 29
@@ -109,7 +108,7 @@ class Launch:
     def data(self) -> bytes:
         """The list of the data's files. Raises ConfigError without one."""
         try:
-            return read_regular(self.folder / DATA, MAX_DATA_BYTES)
+            return read_settings(self.folder / DATA, MAX_DATA_BYTES)
         except FileNotFoundError:
             raise self.unknown("the list of its data") from None
 
@@ -198,7 +197,7 @@ _TEXTS = frozenset({"name"})
 def read_hosts(path: Path) -> dict[str, Any] | None:
     """The object in a file of machines; None without a file. Raises ConfigError if it holds none."""
     try:
-        said = parse_json(read_regular(path, MAX_BYTES))
+        said = parse_json(read_settings(path, MAX_BYTES))
     except FileNotFoundError:
         return None
     except ValueError as error:

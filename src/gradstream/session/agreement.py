@@ -28,7 +28,7 @@ from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradient_vector import GradientVector
 
 EVERY = 250
-"""Steps between two agreements. One exchanges as much as a step does for the parameters, and for each vector of state."""
+"""Steps between two agreements. One exchanges as much as a step does for the parameters, and each vector of state."""
 
 MARGIN = 64.0
 """Roundings of one step, with room for rules that round many times."""

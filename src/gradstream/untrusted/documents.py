@@ -1,14 +1,11 @@
-"""Reads files from outside, and parses JSON and TOML in bounded memory and depth, or refuses them with one error."""
+"""Parses JSON and TOML from outside in bounded memory and depth, or refuses them with one typed error."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import stat
 import tomllib
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, NoReturn
 
 MAX_DEPTH = 10
 """The deepest nesting of lists and tables."""
@@ -20,32 +17,6 @@ _LONG_KEY = re.compile(
     r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){%d}""" % MAX_KEY_PARTS  # noqa: UP031
 )
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-FILE_BYTES = 1 << 28
-"""The longest file that is read whole."""
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading, and not what only looks like one: a pipe, whose reader waits for a writer, or a device.
-
-    Raises:
-        OSError: it is no regular file, or cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-    return cast("BinaryIO", open(descriptor, "rb", buffering=0))
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The content of a regular file of at most `FILE_BYTES`. Raises OSError for any other."""
-    with open_regular(path) as file:
-        if (size_bytes := os.fstat(file.fileno()).st_size) > FILE_BYTES:
-            text = f"it has {size_bytes:,} bytes, expected at most {FILE_BYTES:,}"
-            raise OSError(errno.EFBIG, text, os.fspath(path))
-        return file.read()
 
 
 class DocumentError(ValueError):

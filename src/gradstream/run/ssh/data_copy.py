@@ -24,7 +24,7 @@ from gradstream.errors import DataError, GradstreamError
 from gradstream.run.ssh.archives import Source, unpacked
 from gradstream.run.ssh.file_list import MAX_BYTES, FileList, files_in
 from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
-from gradstream.untrusted.files import read_regular
+from gradstream.untrusted import read_settings
 
 COPY, LIST, TOKEN_FILE = Path("data"), Path("data.json"), Path("token")
 ELSEWHERE, NO_ROOM = 45, 46
@@ -42,7 +42,7 @@ def use(folder: Path) -> None:
     """Has the run use a folder of this machine as its data. Raises DataError if its files are not those of the list."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
-    if difference := FileList.parse(read_regular(LIST, MAX_BYTES)).difference(folder):
+    if difference := FileList.parse(read_settings(LIST, MAX_BYTES)).difference(folder):
         raise DataError(f"{folder}: {difference}")
     COPY.symlink_to(folder.resolve())
 
@@ -54,7 +54,7 @@ def receive(archive: Source) -> None:
         DataError: the archive ended early, or a checksum is wrong. There is no copy then.
         DiskFullError: there is no room for it.
     """
-    files, new = FileList.parse(read_regular(LIST, MAX_BYTES)), COPY.with_suffix(".new")
+    files, new = FileList.parse(read_settings(LIST, MAX_BYTES)), COPY.with_suffix(".new")
     free_bytes = shutil.disk_usage(".").free
     room = f"{Path.cwd()} has {free_bytes / 1e6:,.0f} MB free, and the data takes {files.num_bytes / 1e6:,.0f} MB"
     remedy = "make room, or take another --folder"
@@ -88,7 +88,7 @@ def fetch(host: str, port: int, certificate: str) -> None:
 
 
 def _token() -> str:
-    return read_regular(TOKEN_FILE, 1 << 10).decode(errors="replace").strip()
+    return read_settings(TOKEN_FILE, 1 << 10).decode(errors="replace").strip()
 
 
 def main(words: Sequence[str]) -> int:

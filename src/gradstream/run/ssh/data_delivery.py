@@ -196,7 +196,7 @@ class DataDelivery:
 
     def _command(self, *words: str) -> str:
         """A command of `data_copy` for the shell of a machine."""
-        return f"{self.fleet.program} {shlex.join(['-m', 'gradstream.run.ssh.data_copy', *words])}"
+        return f"{self.fleet.program} {shlex.join(['-P', '-m', 'gradstream.run.ssh.data_copy', *words])}"
 
 
 @contextlib.contextmanager

@@ -224,7 +224,7 @@ class Fleet:
         place |= {"GRADSTREAM_TOKEN_FILE": "token"} | ({"GRADSTREAM_DATA": "data"} if self.data else {})
         place |= {LEAST: self.least} if self.least else {}
         words = ["env", *(f"{name}={value}" for name, value in place.items())]
-        train = ["-m", "gradstream", "train", self.job, *self.arguments]
+        train = ["-P", "-m", "gradstream", "train", self.job, *self.arguments]
         command = f"{shlex.join(words)} {self.program} {shlex.join(train)}"
         inner = (
             f"trap : TERM; echo $$ > group; {command} > log 2>&1; echo $? > status.new; mv status.new status"
@@ -281,7 +281,7 @@ class Fleet:
             HostError: it has not ended in time; it may still.
         """
         first = self.machines[0]
-        words = shlex.join(["-m", "gradstream", "stop", self.run_dir, "--wait-s", str(wait_s), *options])
+        words = shlex.join(["-P", "-m", "gradstream", "stop", self.run_dir, "--wait-s", str(wait_s), *options])
         done = first.ask(self.inside(first, f"{self.program} {words}"), timeout_s=wait_s + STOP_S)
         said = last_line(done.stdout) or last_line(done.stderr)
         if done.returncode == NOT_IN_TIME:
