@@ -22,6 +22,7 @@ from gradstream.optim.base import ByShape, Optimizer
 from gradstream.session.binding import GradientBinding, ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_vector import GradientVector
+from gradstream.session.samples import whole
 
 STEPS = EXTRA + "steps"
 """Name of the array that holds the number of steps, in a checkpoint."""
@@ -206,7 +207,7 @@ class ArrayGradients:
         bridge.exchange(math.nan)
 
     def step(
-        self, bridge: LoopBridge, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int
+        self, bridge: LoopBridge, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float
     ) -> Tree:
         """Makes one step of all workers. Returns the parameters.
 
@@ -217,13 +218,15 @@ class ArrayGradients:
         arrays, elems = self._arrays, self._vector.gradient_elems
         arrays.check(parameters)
         arrays.give(gradients)
-        vector = bridge.open(samples)
+        count, scale = whole(samples)
+        vector = bridge.open(count)
         arrays.copy_gradient(vector[:elems])
-        broken = not finite(vector[:elems])
-        if broken:
+        broken = bool(count) and not finite(vector[:elems])
+        if broken or not count:
             vector.zero_()
+        vector[:elems] *= scale
         checks = [self._updates.steps, 0, 0, 0]
-        self._vector.finish(vector, [[1.0], [float(broken)], [1.0]], checks)
+        self._vector.finish(vector, [[1.0], [float(broken)], [1.0]], checks, scale)
         mean = bridge.exchange(math.nan)
         if self._vector.broken(mean):
             raise GradientError(
@@ -233,7 +236,7 @@ class ArrayGradients:
             )
         flat = torch.empty(elems, dtype=mean.dtype)
         arrays.init(0, flat)
-        self._updates.update(flat, mean[:elems], rule)
+        self._updates.update(flat, self._vector.unscaled(mean)[:elems], rule)
         arrays.set_parameters(flat)
         bridge.stepped()
         return parameters

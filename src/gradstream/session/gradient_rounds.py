@@ -81,13 +81,14 @@ class GradientRounds:
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
 
     def exchange(
-        self, gradient: torch.Tensor, fired: set[int], broken: set[int], present: set[int]
+        self, gradient: torch.Tensor, fired: set[int], broken: set[int], present: set[int], scale: float
     ) -> RoundResult | None:
         """Ends the open round, whose gradients are written, and returns its result.
 
         Args:
             gradient: the vector (E,) of the open round.
             fired, broken, present: this worker's flags, as indices of parameters.
+            scale: by which the gradients are multiplied.
 
         Returns:
             The result; None if no worker has samples.
@@ -99,7 +100,7 @@ class GradientRounds:
         name, digest = self._digest.next()
         checks = [self._rounds, self.steps, digest >> 16, digest]
         flags = [[float(index in found) for index in range(total)] for found in (fired, broken, present)]
-        vector.finish(gradient, flags, checks)
+        vector.finish(gradient, flags, checks, scale)
         mean = self._bridge.exchange(self._loss())
         if not self._bridge.round_samples and vector.differing(mean, [self._rounds - 1]) == []:
             self._rounds += 1
@@ -109,13 +110,16 @@ class GradientRounds:
                 raise self._out_of_step()
             self.agreement.suspect(name)  # by rounding, or for good: the workers agree after the step
         self._rounds += 1
-        return RoundResult(mean, vector.fired(mean), vector.broken(mean), vector.present(mean))
+        return RoundResult(
+            vector.unscaled(mean), vector.fired(mean), vector.broken(mean), vector.present(mean)
+        )
 
-    def exchange_late(self, indices: Sequence[int]) -> LateGradients:
+    def exchange_late(self, indices: Sequence[int], scale: float) -> LateGradients:
         """Averages gradients of parameters that were frozen at `wrap`, in as many rounds as they need.
 
         Args:
             indices: indices of the parameters, the same on all workers.
+            scale: by which this worker multiplies its gradients.
 
         Raises:
             ConfigError: the gradients would need more than `LATE_ROUNDS` rounds.
@@ -133,7 +137,7 @@ class GradientRounds:
         flat = torch.empty(total, dtype=self._vector.layout.dtype)
         bounds = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         writer = GradientWriter([names[index] for index in indices], bounds, report=lambda elems: None)
-        writer.begin(flat)
+        writer.begin(flat, scale)
         for place, index in enumerate(indices):
             writer.write(place, parameters[index].grad)
         writer.finish()
@@ -145,12 +149,12 @@ class GradientRounds:
             gradient[: len(piece)] = piece
             checks = [self._rounds, self.steps, start // room, total]
             flags = [float(index in own_broken) for index in range(len(parameters))]
-            self._vector.finish(gradient, [[0.0] * len(flags), flags, [0.0] * len(flags)], checks)
+            self._vector.finish(gradient, [[0.0] * len(flags), flags, [0.0] * len(flags)], checks, scale)
             mean = self._bridge.exchange(self._loss())
             if self._vector.differing(mean, checks):
                 raise self._out_of_step()
             broken |= self._vector.broken(mean)
-            piece.copy_(mean[: len(piece)])
+            piece.copy_(self._vector.unscaled(mean)[: len(piece)])
         means = {index: flat[start:stop] for index, (start, stop) in zip(indices, bounds, strict=True)}
         return LateGradients(means, broken, own_broken)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from gradstream.errors import ConfigError
+from gradstream.session.samples import PassSamples
 
 
 class WrappedParameters:
@@ -149,3 +151,66 @@ class GradientStates:
         """The number of writes into the gradient, as torch counts them."""
         gradient = self._parameters[index].grad
         return -1 if gradient is None else gradient._version
+
+
+class LocalPasses:
+    """The backward passes inside `no_sync` whose gradients are still there: these count when they are averaged.
+
+    A loop may throw gradients away: by `zero_grad`, or by `p.grad = None`. A pass of which no parameter holds a
+    part any more is behind nothing that will be averaged.
+
+    Args:
+        parameters: the wrapped parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._passes: list[tuple[PassSamples, set[int]]] = []  # each with the parameters that hold a part of it
+        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradient and version after the last pass
+        self._watched: set[int] = set()
+
+    def begin(self, samples: PassSamples) -> None:
+        """Notes a new pass."""
+        self._passes = [one for one in self._passes if one[1]] + [(samples, set())]
+
+    def added(self, index: int) -> None:
+        """Notes that the pass has added to the gradient of a parameter."""
+        self._passes[-1][1].add(index)
+        self._mark(index)
+        if index not in self._watched:
+            self._watched.add(index)
+            before = partial(self._check, index)  # called before backward adds to what is there
+            self._parameters[index].register_hook(before)  # type: ignore[no-untyped-call]
+
+    def averaging(self, index: int) -> None:
+        """Notes that a pass outside `no_sync`, which averages, has added to the gradient of a parameter."""
+        if index in self._marks:
+            self._mark(index)
+
+    def take(self) -> list[PassSamples]:
+        """The passes that are in the gradients. They are averaged now, so forgets them."""
+        for index in [*self._marks]:
+            self._check(index)
+        found = [samples for samples, holders in self._passes if holders]
+        self._passes, self._marks = [], {}
+        return found
+
+    def _mark(self, index: int) -> None:
+        gradient = self._parameters[index].grad
+        assert gradient is not None
+        self._marks[index] = weakref.ref(gradient), gradient._version
+
+    def _check(self, index: int, _: object = None) -> None:
+        if index in self._marks and self._is_lost(index):
+            del self._marks[index]
+            for _samples, holders in self._passes:
+                holders.discard(index)
+
+    def _is_lost(self, index: int) -> bool:
+        """Whether the gradient was removed, or set to zero. One that was only changed still holds its passes."""
+        gradient, (marked, version) = self._parameters[index].grad, self._marks[index]
+        if gradient is None:
+            return True
+        if marked() is gradient and gradient._version == version:
+            return False
+        return gradient.layout is torch.strided and not gradient.any()

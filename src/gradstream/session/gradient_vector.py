@@ -1,6 +1,6 @@
 """The flat vector that one round carries where only gradients are exchanged.
 
-    [ gradients of the parameters that required one at `wrap` | fired | broken | present | check ]
+    [ gradients of the parameters that required one at `wrap` | fired | broken | present | check | scale ]
 
 A round computes the weighted mean of all workers' vectors, and every worker receives it. A worker's weight is
 the number of samples behind its gradient, so a worker without samples changes nothing.
@@ -9,6 +9,8 @@ the number of samples behind its gradient, so a worker without samples changes n
     broken    1 where that gradient has a NaN or an infinity
     present   1 where the parameter has a gradient, from this backward or from an earlier one
     check     numbers that must be equal on all workers: then their mean is the number itself
+    scale     1 where this worker's weight is no whole number, and its weight divided by the number of samples
+              that the round counts. The worker has multiplied its gradients by that
 
 A flag above 0 in the mean was set on at least one worker that has samples.
 
@@ -64,14 +66,27 @@ class GradientVector:
         self._broken = slice(start + num_parameters, start + 2 * num_parameters)
         self._present = slice(start + 2 * num_parameters, start + 3 * num_parameters)
         self._checks = slice(start + 3 * num_parameters, start + 3 * num_parameters + NUM_CHECKS)
+        self._scale = slice(self._checks.stop, self._checks.stop + 2)
         gradients = [(f"{EXTRA}gradient.{name}", tuple(shape)) for name, shape in shapes.items()]
-        self.layout = Layout.of([*gradients, (CHECK, (3 * num_parameters + NUM_CHECKS,))], dtype)
+        self.layout = Layout.of([*gradients, (CHECK, (self._scale.stop - start,))], dtype)
 
-    def finish(self, vector: torch.Tensor, flags: Sequence[Sequence[float]], checks: Sequence[int]) -> None:
-        """Writes the flags (fired, broken, present), and then the check numbers, after the gradients in the vector."""
+    def finish(
+        self,
+        vector: torch.Tensor,
+        flags: Sequence[Sequence[float]],
+        checks: Sequence[int],
+        scale: float = 1.0,
+    ) -> None:
+        """Writes flags (fired, broken, present), check numbers, and scale after the gradients in the vector."""
         for place, numbers in zip((self._fired, self._broken, self._present), flags, strict=True):
             vector[place] = torch.tensor(numbers, dtype=vector.dtype)
         vector[self._checks] = torch.tensor([number % CHECK_LIMIT for number in checks], dtype=vector.dtype)
+        vector[self._scale] = torch.tensor([float(scale != 1), scale], dtype=vector.dtype)
+
+    def unscaled(self, mean: torch.Tensor) -> torch.Tensor:
+        """The mean by weights, of one by samples."""
+        is_scaled, scale = mean[self._scale].tolist()
+        return mean / scale if is_scaled else mean
 
     def fired(self, mean: torch.Tensor) -> list[int]:
         """Indices of the parameters for which some worker's backward has computed a gradient."""
@@ -127,6 +142,7 @@ class GradientWriter:
 
     Attributes:
         broken: indices of the gradients with a NaN or an infinity: zeros are written in their place.
+        scale: by which gradients are multiplied.
     """
 
     def __init__(
@@ -137,6 +153,7 @@ class GradientWriter:
         streams_of: Callable[[torch.device], Streams] = streams_of,
     ) -> None:
         self.broken: set[int] = set()
+        self.scale = 1.0
         self._names = names
         self._bounds = bounds
         self._report = report
@@ -153,9 +170,10 @@ class GradientWriter:
         """Whether a vector was begun and is not finished."""
         return self._vector is not None
 
-    def begin(self, vector: torch.Tensor) -> None:
-        """Begins a vector (E,): gradients are written into it from now on."""
+    def begin(self, vector: torch.Tensor, scale: float = 1.0) -> None:
+        """Begins a vector (E,): gradients are written into it from now on, multiplied by `scale`."""
         self._vector = vector
+        self.scale = scale
         self.broken = set()
         self._begun.clear()
         self._final.clear()
@@ -226,6 +244,8 @@ class GradientWriter:
         if not finite(self._vector[start:stop]):
             self._vector[start:stop].zero_()
             self.broken.add(index)
+        elif self.scale != 1:
+            self._vector[start:stop] *= self.scale
         self._final.add(index)
 
     def _advance(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,9 @@ from torch.autograd import Variable
 from gradstream.errors import ConfigError, GradientError, UserCodeError
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_rounds import GradientRounds
-from gradstream.session.gradient_states import GradientStates, WrappedParameters
+from gradstream.session.gradient_states import GradientStates, LocalPasses, WrappedParameters
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
+from gradstream.session.samples import PassSamples, joined, whole
 
 
 class GradientReducer:
@@ -36,9 +37,11 @@ class GradientReducer:
         wrapped: the parameters, and the optimizers that step them.
         vector: the vector that a round carries.
         bridge: the worker beside the loop, which exchanges the vectors.
-        samples: returns the number of samples behind the gradients since the last round.
-        forget: called at the end of a round: forward passes of the backward that ends, which activation
-            checkpointing repeats, do not count for the next round.
+        samples: returns the number of samples behind the gradients of a round, of which some passes were made in
+            `no_sync`.
+        local_samples: returns the samples behind a pass in `no_sync`.
+        forget: called at the end of a backward: its forward passes, which activation checkpointing repeats, do
+            not count for the next one.
         loss: returns the loss of the backward that ends, or NaN.
     """
 
@@ -47,7 +50,8 @@ class GradientReducer:
         wrapped: WrappedParameters,
         vector: GradientVector,
         bridge: LoopBridge,
-        samples: Callable[[], int],
+        samples: Callable[[Sequence[PassSamples]], float],
+        local_samples: Callable[[], PassSamples],
         forget: Callable[[], None],
         loss: Callable[[], float],
     ) -> None:
@@ -56,9 +60,11 @@ class GradientReducer:
         self._bounds = vector.bounds
         self._bridge = bridge
         self._samples = samples
+        self._local_samples = local_samples
         self._forget = forget
         self._rounds = GradientRounds(wrapped, vector, bridge, loss)
         self._states = GradientStates(wrapped.parameters)
+        self._local = LocalPasses(wrapped.parameters)
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # inside no_sync
@@ -89,8 +95,12 @@ class GradientReducer:
                 hook.remove()
 
     def synchronize(self) -> None:
-        """Makes a round without gradients: returns when all workers are there, with the same parameters."""
-        self._begin(silent=True, samples=1)
+        """Makes a round of no step: returns when all workers are there, with the same parameters.
+
+        It averages what passes in `no_sync` have added up.
+        """
+        local = self._local.take()
+        self._begin(silent=True, samples=joined(local) if local else 1)
         self._end()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -181,8 +191,13 @@ class GradientReducer:
                 return  # a hook of the script has made a step of it and removed it
             self._states.fired.add(index)
             if self._is_local:
+                if self._end_of_backward() is None:
+                    self._at_end_of_backward(self._forget)
+                    self._local.begin(self._local_samples())
                 self._states.accumulated(index)
+                self._local.added(index)
                 return
+            self._local.averaging(index)
             if not self._writer.is_open:
                 self._begin_in_backward()
             elif self._end_of_backward() is None:
@@ -200,16 +215,19 @@ class GradientReducer:
             parameter.requires_grad_(trained)
 
     def _begin_in_backward(self) -> None:
+        self._at_end_of_backward(self._end)
+        self._begin()
+
+    def _at_end_of_backward(self, do: Callable[[], None]) -> None:
         def end() -> None:
-            self._end()
+            do()
 
         Variable._execution_engine.queue_callback(end)
         self._end_of_backward = weakref.ref(end)  # only backward holds it, until it ends or fails
-        self._begin()
 
-    def _begin(self, *, silent: bool = False, samples: int | None = None) -> None:
-        samples = self._samples() if samples is None else samples
-        self._writer.begin(self._bridge.open(samples, silent=silent))
+    def _begin(self, *, silent: bool = False, samples: float | None = None) -> None:
+        count, scale = whole(self._samples(self._local.take()) if samples is None else samples)
+        self._writer.begin(self._bridge.open(count, silent=silent), scale)
 
     def _write(self, index: int) -> None:
         """Writes a gradient into its place; without samples, zeros."""
@@ -233,7 +251,7 @@ class GradientReducer:
         self._states.fired.clear()
         late = [index for index in fired if index >= len(self._bounds)]
         if late:
-            found = self._rounds.exchange_late(late)
+            found = self._rounds.exchange_late(late, self._writer.scale)
             self._states.own_not_finite |= found.own_broken
             for index, mean in found.means.items():
                 self._set_gradient(index, mean, index in found.broken)
@@ -244,10 +262,10 @@ class GradientReducer:
         present, own_broken = states.present(), self._writer.broken
         fired = states.fired & present  # the loop may have removed what it added up
         states.own_not_finite |= own_broken
-        result = self._rounds.exchange(gradient, fired, own_broken, present)
+        result = self._rounds.exchange(gradient, fired, own_broken, present, self._writer.scale)
         if result is None:
             for index in fired:
-                parameters[index].grad = None
+                self._set_gradient(index, torch.zeros_like(parameters[index]), False)
             return []
         # A gradient that no backward has computed: one that the loop wrote is averaged by the step of its
         # optimizer; one that it has set to zero, together with the others.

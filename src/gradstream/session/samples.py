@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,35 @@ class _Minibatch:
     over: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PassSamples:
+    """The samples behind one backward pass.
+
+    Args:
+        counted: as the session has counted them.
+        said: as the script has set them; None if it has not.
+        repeated: only minibatches that repeat others are behind it.
+    """
+
+    counted: float
+    said: float | None
+    repeated: bool
+
+
+def joined(passes: Sequence[PassSamples]) -> float:
+    """The number of samples behind the sum of several passes: the last that the script has set, or else all."""
+    said = [one.said for one in passes if one.said is not None]
+    if all(one.repeated for one in passes):
+        return 0
+    return said[-1] if said else sum(one.counted for one in passes)
+
+
+def whole(samples: float) -> tuple[int, float]:
+    """(whole number of samples that a round counts, factor by which it weighs them more than they do)."""
+    count = math.ceil(samples)
+    return count, samples / count if count else 1.0
+
+
 class SampleCount:
     """Counts the samples between two exchanges.
 
@@ -43,8 +73,8 @@ class SampleCount:
         self._taken: list[_Minibatch] = []  # no training pass has followed these yet
         self._noted: list[_Minibatch] = []  # these are behind the next exchange
         self._current: _Minibatch | None = None  # the only one behind the last exchange
-        self._last = 1
-        self._set = 0
+        self._last: float = 1
+        self._set: float | None = None
         self._seen: int | None = None
         self._seen_in_evaluation: int | None = None
 
@@ -83,7 +113,7 @@ class SampleCount:
             self.see(count)
             self.use()
 
-    def set(self, samples: int) -> None:
+    def set(self, samples: float) -> None:
         """Sets the number of samples behind the next exchange."""
         self._set = samples
 
@@ -98,7 +128,7 @@ class SampleCount:
 
     def clear(self) -> None:
         """Forgets all samples since the last exchange."""
-        self._taken, self._noted, self._set = [], [], 0
+        self._taken, self._noted, self._set = [], [], None
         self._seen = self._seen_in_evaluation = None
 
     def use(self) -> None:
@@ -106,10 +136,18 @@ class SampleCount:
         self._noted += self._taken
         self._taken = []
 
-    def take(self) -> int:
+    def take(self, before: Sequence[PassSamples] = ()) -> float:
         """The number of samples behind the exchange that is made now.
 
-        If no minibatch was taken since the last exchange (two losses of one minibatch), the last one counts
+        Args:
+            before: earlier passes, whose gradients are in the sum that is exchanged.
+        """
+        return joined([*before, self.take_pass()] if self._has_new() or not before else before)
+
+    def take_pass(self) -> PassSamples:
+        """The samples behind the backward pass that is made now.
+
+        If no minibatch was taken since the last pass (two losses of one minibatch), the last one counts
         again. If nothing is known of the new ones, the last number is repeated.
         """
         if self._noted or self._not_evaluated() or self._seen is not None:
@@ -122,17 +160,19 @@ class SampleCount:
             noted = [None]
         else:
             noted = [self._current.samples]
-        given = self._set
+        said = self._set
         seen = self._seen_in_evaluation if self._seen is None else self._seen
         self.clear()
         known = [samples for samples in noted if samples is not None]
-        if len(known) == len(noted):
-            self._last = given if given and any(known) else sum(known)
-        elif given or seen is None:
-            self._last = given or sum(known) or self._last
-        else:
-            self._last = seen
-        return self._last
+        is_known = len(known) == len(noted)
+        counted = sum(known) if is_known else (sum(known) or self._last) if seen is None else seen
+        self._last = said or counted or self._last
+        return PassSamples(counted, said, is_known and not any(known))
+
+    def _has_new(self) -> bool:
+        """Whether anything is known of samples since the last pass."""
+        seen = (self._seen, self._seen_in_evaluation, self._set)
+        return bool(self._noted or self._not_evaluated()) or any(one is not None for one in seen)
 
     def _not_evaluated(self) -> list[_Minibatch]:
         return [one for one in self._taken if not one.evaluated]

@@ -180,7 +180,7 @@ class Session:
         return data
 
     def exchange(
-        self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
+        self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float | None = None
     ) -> Tree:
         """Makes one step of numpy parameters, in place: use it instead of `w -= lr * gradient`.
 
@@ -198,8 +198,11 @@ class Session:
         del samples
         return self._updates.step(parameters, gradients, rule)
 
-    def samples(self, count: int) -> None:
-        """Sets the number of samples behind the next step, where the session cannot count them.
+    def samples(self, count: float) -> None:
+        """Sets the number of samples behind the next step, where the session cannot count them, or its weight.
+
+        It is this worker's weight in the mean over workers: the number of tokens, or the sum of class weights,
+        that the loss is a mean over. 0 leaves this worker's gradient out: a mean over none is often NaN.
 
         Without this call, the session counts the samples of the minibatches that were taken from loaders of
         `shard` since the last step, with gradients on. If there are none, it adds up the lengths of the first

@@ -35,7 +35,7 @@ from gradstream.session.optimizer import several, take_over
 from gradstream.session.progress import ResumePoint
 from gradstream.session.replica import ReplicaBinding
 from gradstream.session.rules import description_of
-from gradstream.session.samples import BeforeForward, SampleCount
+from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import SplitModule
 from gradstream.session.splitting import LoopSplit
@@ -146,7 +146,13 @@ class WorkerSession(Session):
         parameters = [binding.parameters[name] for name in binding.names]
         wrapped = WrappedParameters(binding.names, parameters, optimizers)
         reducer = self._reducer = GradientReducer(
-            wrapped, binding.vector, bridge, self._taken_samples, self._samples.clear, self._log.step
+            wrapped,
+            binding.vector,
+            bridge,
+            self._taken_samples,
+            self._samples.take_pass,
+            self._samples.clear,
+            self._log.step,
         )
         reducer.synchronize()
         hook = BeforeForward(self._samples.forward)
@@ -181,7 +187,7 @@ class WorkerSession(Session):
         """Counts a backward pass of a split model, once for all parts."""
         del samples
         assert self._connection.bridge is not None
-        samples = self._taken_samples()
+        samples, _ = whole(self._taken_samples())
         self._connection.bridge.open(0 if self.rank else samples).zero_()
         self._connection.bridge.exchange(self._log.step())
 
@@ -226,7 +232,7 @@ class WorkerSession(Session):
         return part_of(data, part)
 
     def exchange(
-        self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
+        self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float | None = None
     ) -> Tree:
         """See `Session.exchange`."""
         if samples is not None:
@@ -257,11 +263,18 @@ class WorkerSession(Session):
             arrays = self._arrays = ArrayParameters(parameters, rule)
             self._begin(arrays.binding, arrays.rule_text())
 
-    def samples(self, count: int) -> None:
+    def samples(self, count: float) -> None:
         """See `Session.samples`."""
-        if count < 1:
-            raise ConfigError(f"session.samples({count}): expected a number of samples, at least 1")
-        self._samples.set(count)
+        number = float(count)
+        if not 0 <= number < math.inf:
+            raise ConfigError(f"session.samples({count}): expected a number of samples, 0 or more")
+        if not number.is_integer() and not self._gradients_only:
+            raise ConfigError(
+                f"session.samples({count}): {type(self._strategy).__name__} weighs by whole numbers of samples; "
+                'multiply the weights of all workers by the same factor and round them, or use "synchronous" or '
+                '"allreduce"'
+            )
+        self._samples.set(number)
 
     def log(self, /, **values: Any) -> None:
         """See `Session.log`."""
@@ -351,14 +364,14 @@ class WorkerSession(Session):
         return bridge
 
     def _step(self, lr: float, loss: float) -> None:
-        samples = self._taken_samples()
+        samples, _ = whole(self._taken_samples())
         assert self._connection.bridge is not None
         self._connection.bridge.step(samples, lr, self._log.step(loss))
 
-    def _taken_samples(self) -> int:
-        """Samples behind the gradient that is handed over now."""
+    def _taken_samples(self, local: Sequence[PassSamples] = ()) -> float:
+        """Samples behind the gradient that is handed over now, and behind passes in `no_sync` that are in it."""
         self._resume_point.check_asked()
-        return self._samples.take()
+        return self._samples.take(local)
 
     @cached_property
     def _gradients_only(self) -> bool:

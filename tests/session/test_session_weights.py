@@ -1,0 +1,287 @@
+"""What weighs in a mean over workers: the samples whose gradients are still there, or what the script says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradstream as gs
+from gradstream.errors import ConfigError
+from gradstream.testing.sessions import loop_in_threads
+
+DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
+GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = torch.randn(20, 3, generator=GENERATOR, dtype=torch.float64)
+TARGETS = torch.randn(20, 1, generator=GENERATOR, dtype=torch.float64)
+
+Optimizers = list[torch.optim.Optimizer]
+ThrowAway = Callable[[nn.Sequential, Optimizers], object]
+
+
+def net() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    return model
+
+
+def parameters_of(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def alike(loop: Callable[[gs.Session], torch.Tensor], strategy: str = "allreduce") -> None:
+    """Holds the workers' results to those of a process that is alone."""
+    alone = loop(gs.Session())
+    for result in loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES):
+        torch.testing.assert_close(result, alone, rtol=1e-9, atol=1e-12)
+
+
+# ---- windows of no_sync that are thrown away --------------------------------------------
+
+
+def by_hand(model: nn.Sequential, optimizers: Optimizers) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def in_place(model: nn.Sequential, optimizers: Optimizers) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+THROWN: dict[str, ThrowAway] = {
+    "none": lambda model, optimizers: [one.zero_grad() for one in optimizers],
+    "zeros": lambda model, optimizers: [one.zero_grad(set_to_none=False) for one in optimizers],
+    "of the module": lambda model, optimizers: model.zero_grad(),
+    "by hand": by_hand,
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "synchronous"])
+@pytest.mark.parametrize("how", THROWN)
+def test_a_window_that_is_thrown_away_counts_no_samples(how: str, strategy: str) -> None:
+    """5 minibatches of 4 make 3 rounds of 2 workers, of which the last is a half window, of worker 0 alone."""
+
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizers: Optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model[::2]]
+        batch = 4 if session.world_size > 1 else 8
+        loader = session.shard(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=batch))
+        session.wrap(model, optimizers)
+        for _ in range(2):
+            THROWN[how](model, optimizers)
+            for number, (x, y) in enumerate(loader):
+                is_last = number % 2 == 1
+                with contextlib.nullcontext() if is_last else session.no_sync():
+                    (nn.functional.mse_loss(model(x), y) / 2).backward()
+                if is_last:
+                    for one in optimizers:
+                        one.step()
+                    THROWN[how](model, optimizers)
+        return parameters_of(model)
+
+    alike(loop, strategy)
+
+
+def sized(session: gs.Session, *sizes: int) -> torch.Tensor:
+    """So many samples of this worker; those of both where the process is alone."""
+    first, second = INPUTS[: sizes[0]], INPUTS[10 : 10 + sizes[1]]
+    return torch.cat([first, second]) if session.world_size == 1 else (first, second)[session.rank]
+
+
+def test_a_window_counts_though_its_gradients_were_changed() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.wrap(model, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with session.no_sync():
+                model(sized(session, 6, 2)).square().mean().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(2)
+            parameter.grad = parameter.grad * 1
+            model(sized(session, 6, 2)).square().mean().backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    alike(loop)
+
+
+def test_a_window_of_one_of_two_models_is_thrown_away_alone() -> None:
+    """Of the other model it counts: there all sizes are in proportion."""
+
+    def loop(session: gs.Session) -> torch.Tensor:
+        models = [net(), net()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        session.wrap(models, optimizers)
+        for sizes in ((6, 2), (3, 5)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with session.no_sync():
+                models[0](sized(session, 1, 7)).square().mean().backward()
+            optimizers[0].zero_grad()
+            with session.no_sync():
+                models[1](sized(session, *sizes)).square().mean().backward()
+            models[1](sized(session, *sizes)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return torch.cat([parameters_of(model) for model in models])
+
+    alike(loop)
+
+
+def test_a_window_whose_step_was_left_out_counts_no_more() -> None:
+    """As a GradScaler leaves one out: without calling `step`."""
+
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        session.wrap(model, optimizer)
+        for number, sizes in enumerate([(6, 2), (1, 7), (3, 5)]):
+            optimizer.zero_grad()
+            with session.no_sync():
+                model(sized(session, *sizes)).square().mean().backward()
+            if number != 1:
+                optimizer.step()  # joins what no backward has
+        return parameters_of(model)
+
+    alike(loop)
+
+
+def test_what_the_script_says_of_a_window_is_thrown_away_with_it() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.wrap(model, optimizer)
+        for _ in range(2):
+            with session.no_sync():
+                session.samples(1 + 8 * session.rank)
+                model(sized(session, 1, 7)).square().mean().backward()
+            optimizer.zero_grad()
+            model(sized(session, 6, 2)).square().mean().backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    alike(loop)
+
+
+def test_a_barrier_within_a_window_weighs_it_by_its_samples() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.wrap(model, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with session.no_sync():
+                model(sized(session, 6, 2)).square().mean().backward()
+            session.barrier()
+            model(sized(session, 3, 5)).square().mean().backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    alike(loop)
+
+
+# ---- weights that the script says -------------------------------------------------------
+
+
+def weighted(x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    return (nn.functional.mse_loss(model(x), y, reduction="none").flatten() * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "synchronous"])
+@pytest.mark.parametrize("kind", ["fractions", "tiny", "none of one", "none of one, whole numbers", "none of all"])
+def test_means_over_weights_are_joined(kind: str, strategy: str) -> None:
+    weights = torch.linspace(0.3, 2, 16, dtype=torch.float64)
+    if kind == "tiny":
+        weights = weights * 1e-6
+    if "whole" in kind:
+        weights = torch.arange(16, dtype=torch.float64)
+    if "none" in kind:
+        weights[4:8] = 0
+        if "all" in kind:
+            weights[:8] = 0
+
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = TensorDataset(INPUTS[:16], TARGETS[:16], weights)
+        loader = session.shard(DataLoader(data, batch_size=4 if session.world_size > 1 else 8))
+        session.wrap(model, optimizer)
+        for _ in range(2):
+            for x, y, w in loader:
+                optimizer.zero_grad()
+                session.samples(w.sum())  # type: ignore[arg-type]
+                loss = weighted(x, y, w, model)  # NaN where all are 0
+                (loss if session.world_size > 1 or w.sum() else 0 * model(x).sum()).backward()
+                optimizer.step()
+        return parameters_of(model)
+
+    alike(loop, strategy)
+
+
+def test_layers_that_are_unfrozen_later_are_weighed_likewise() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].requires_grad_(False)
+        session.wrap(model, optimizer)
+        model[0].requires_grad_(True)
+        x, w = sized(session, 3, 5), sized(session, 3, 5)[:, 0].abs()
+        for _ in range(2):
+            optimizer.zero_grad()
+            session.samples(float(w.sum()))
+            weighted(x, x[:, :1], w, model).backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    alike(loop)
+
+
+def test_arrays_are_weighed_likewise() -> None:
+    def loop(session: gs.Session) -> np.ndarray:  # type: ignore[type-arg]
+        w = np.zeros(3)
+        for sizes in ((3, 5), (6, 0), (2, 2)):
+            x = sized(session, *sizes).numpy()
+            weights = np.abs(x[:, :1])
+            total = weights.sum()
+            gradient = (weights * x * (x @ w - 1)[:, None]).sum(0) / (total or np.nan)
+            session.exchange(w, gradient, gs.optim.SGD(lr=0.1), samples=float(total))
+        return w
+
+    alone = loop(gs.Session())
+    for result in loop_in_threads(loop, strategy="allreduce", deadlines=DEADLINES):
+        np.testing.assert_allclose(result, alone, rtol=1e-9)
+
+
+def test_strategies_with_whole_weights_say_so() -> None:
+    def loop(session: gs.Session) -> None:
+        model = net()
+        _, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for count in (-1, float("nan"), float("inf")):
+            with pytest.raises(ConfigError, match="expected a number of samples, 0 or more"):
+                session.samples(count)
+        with pytest.raises(ConfigError, match="multiply the weights of all workers"):
+            session.samples(0.5)
+        before = parameters_of(model)
+        session.samples(0)
+        model(INPUTS).square().mean().backward()
+        optimizer.step()
+        assert torch.equal(parameters_of(model), before)
+        session.samples(2.0)
+        model(INPUTS).square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(parameters_of(model), before)
+
+    loop_in_threads(loop, workers=1, strategy=gs.Downpour(overlap=False), deadlines=DEADLINES)
