@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  its usual name
 
+from gradstream.checkpoint.model_file import load, save
 from gradstream.errors import ConfigError
 from gradstream.model import Batch, TorchModel, average_buffers, from_torch
+from gradstream.model.arrays import arrays_of, same_bits, set_tensor
 from gradstream.model.buffers import buffers_of, load_buffers
 
 
@@ -94,8 +97,121 @@ def test_floats_are_averaged_by_samples_and_of_integers_the_largest_counts() -> 
     third: Any = {"mean": np.array([1 / 3], np.float64)}
     assert average_buffers([(7, third)])["mean"].tobytes() == third["mean"].tobytes()
     assert average_buffers([]) == {}
-    with pytest.raises(ConfigError, match="different names or shapes"):
-        average_buffers([(1, one), (1, third)])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
+def test_equal_elements_are_no_means_and_replicas_without_samples_do_not_count(dtype: Any) -> None:
+    mask = np.triu(np.full((3, 3), -np.inf, dtype), 1)
+    one: Any = {"mask": mask, "part": np.array([0.1, 3], dtype)}
+    two: Any = {"mask": mask.copy(), "part": np.array([0.1, 5], dtype)}
+    wrong: Any = {"mask": np.full((3, 3), np.nan, dtype), "part": np.full(2, np.inf, dtype)}
+    found = average_buffers([(3, one), (0, wrong), (7, two)])
+    assert np.array_equal(found["mask"], mask)
+    assert found["part"][0] == one["part"][0]
+    assert found["part"][1] == pytest.approx(4.4)
+    assert found["part"].dtype == dtype
+
+
+def test_buffers_without_a_mean_are_those_of_the_first_replica_with_samples() -> None:
+    one, two, three = (np.arange(n, dtype=np.float32) for n in (0, 2, 3))
+    states: Any = [(0, {"a": one}), (4, {"a": two, "only here": one}), (4, {"a": three, "and here": one})]
+    found = average_buffers(states)
+    assert found.keys() == {"a", "only here"}
+    assert found["a"] is two
+
+
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "bfloat16": lambda: torch.ones(3).bfloat16() / 3,
+    "float8": lambda: torch.tensor([0.5, 2, 3]).to(torch.float8_e4m3fn),
+    "float8 scale": lambda: torch.tensor([0.5, 2, 4]).to(torch.float8_e8m0fnu),
+    "float4": lambda: torch.arange(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "half": lambda: torch.ones(3).half() / 3,
+    "complex": lambda: torch.polar(torch.ones(3), torch.arange(3.0)),
+    "complex, double": lambda: torch.polar(torch.ones(3).double(), torch.arange(3.0).double()),
+    "conjugate": lambda: torch.polar(torch.ones(3), torch.arange(3.0)).conj(),
+    "expanded": lambda: torch.tensor(0.5).expand(3),
+    "transposed": lambda: torch.arange(6.0).view(2, 3).T,
+    "scalar": lambda: torch.tensor(3),
+    "bool": lambda: torch.tensor([True, False]),
+    "uint16": lambda: torch.arange(3).to(torch.uint16),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse, bfloat16": lambda: torch.eye(3).bfloat16().to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "sparse columns": lambda: torch.eye(3).to_sparse_csc(),
+    "sparse blocks": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(3.0), 0.1, 3, torch.qint8),
+    "quantized by channel": lambda: torch.quantize_per_channel(
+        torch.ones(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Sparse", "ignore:ComplexHalf")
+@pytest.mark.parametrize("kind", ODD)
+def test_tensors_of_any_kind_go_into_a_file_and_back(kind: str) -> None:
+    before = ODD[kind]()
+    arrays = load(save(arrays_of("b", before)))
+    assert all(one.dtype != np.dtype(object) for one in arrays.values())
+    tensor = ODD[kind]()
+    set_tensor("b", tensor, arrays)  # it has them
+    assert tensor.stride() == before.stride() if tensor.layout is torch.strided else True
+    if kind != "bool":
+        tensor = zero_like(before)
+        assert str(tensor) != str(before)
+    set_tensor("b", tensor, arrays)
+    assert (str(tensor), tensor.dtype, tensor.layout) == (str(before), before.dtype, before.layout)
+    found = arrays_of("b", tensor)
+    assert found.keys() == arrays.keys()
+    assert all(same_bits(found[name], arrays[name]) for name in arrays)
+
+
+def zero_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of its kind, and of its shape."""
+    if tensor.dtype == torch.float4_e2m1fn_x2:
+        return torch.zeros(3, dtype=torch.uint8).view(tensor.dtype)
+    if tensor.dtype == torch.float8_e8m0fnu:
+        return torch.ones(3).to(tensor.dtype)
+    if tensor.layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(
+            torch.tensor([[0], [1]]), torch.ones(1, dtype=tensor.dtype), tensor.shape
+        )
+    other = tensor.clone()
+    if tensor.layout is not torch.strided:
+        other.values().zero_()
+    elif tensor.is_quantized:
+        other.copy_(torch.zeros(tensor.shape))
+    elif tensor.stride() == (0,):
+        other = torch.tensor(0.25).expand(3)
+    else:
+        other.zero_()
+    return other
+
+
+def test_a_tensor_takes_values_of_another_shape() -> None:
+    tensor = torch.zeros(0)
+    set_tensor("b", tensor, {"b": np.ones((2, 3), np.float32)})
+    assert tensor.tolist() == [[1.0] * 3] * 2
+    set_tensor("b", tensor, {"c": np.zeros(2)})
+    assert tensor.shape == (2, 3)
+
+
+def test_a_module_that_makes_its_buffers_anew_takes_those_of_another_shape() -> None:
+    class Seen(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.seen: torch.Tensor
+            self.register_buffer("seen", torch.zeros(1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = torch.cat([self.seen, x.detach()])
+            return super().forward(x)
+
+    model = from_torch(Seen, F.cross_entropy)
+    with pytest.raises(ConfigError, match="buffer 'seen'"):
+        model.load_buffers({"seen": np.zeros((9, 4), np.float32)})
+    model.outputs(torch.zeros(model.layout.elems), torch.zeros(5, 4))
+    model.load_buffers({"seen": np.ones((9, 4), np.float32)})
+    assert model.buffers()["seen"].sum() == 36
 
 
 def test_models_without_buffers_have_none() -> None:

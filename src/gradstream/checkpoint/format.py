@@ -29,6 +29,7 @@ _OF_NUMPY = {
     "float64": "F64", "float32": "F32", "float16": "F16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "complex64": "C64",
 }  # fmt: skip
 _OF_TORCH = {torch.float32: "F32", torch.float64: "F64"}
 _TO_NUMPY = {theirs: ours for ours, theirs in _OF_NUMPY.items()}

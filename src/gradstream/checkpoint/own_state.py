@@ -43,6 +43,9 @@ CHECK = EXTRA + "check"
 EXTRA_FACTOR = 8
 """The tensors of a user's loop may have at most this many times the bytes of the model."""
 
+GROWTH_BYTES = 64 << 20
+"""Buffers that a worker's model has made anew may have at most this many bytes more than those that it began with."""
+
 HEADER_BYTES = 1 << 20
 """The most bytes of the file's header."""
 
@@ -73,7 +76,7 @@ class OwnState:
 
         Args:
             data: the bytes.
-            expected: the tensors that it must have. Others must have the prefix `EXTRA`.
+            expected: the tensors that it must have; None allows any. Others must have the prefix `EXTRA`.
 
         Raises:
             DataError: it is malformed, or has other tensors.
@@ -172,7 +175,8 @@ async def ask(
     Args:
         endpoint: endpoint of the caller.
         worker: name of the worker.
-        expected: the worker's buffers, or frozen parameters, as it has registered them. They bound the answer.
+        expected: the worker's buffers, or frozen parameters, as it has registered them. They bound the answer;
+            buffers may have other shapes by now.
         step: asks for the state after so many steps, if the worker still has it; None for the present one.
         fixed: asks for the frozen parameters.
         last: asks for the state after the worker's last minibatch, which the worker may still be about to finish.
@@ -180,12 +184,13 @@ async def ask(
 
     Raises:
         PeerLostError, DeadlineError: the worker is gone, or silent.
-        RefusedError: the answer has other tensors, or too many bytes.
+        RefusedError: the answer has other frozen parameters, or too many bytes.
     """
-    limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected) * (EXTRA_FACTOR if fixed else 1)
+    known_bytes = sum(spec.size_bytes for spec in expected)
+    limit_bytes = HEADER_BYTES + (known_bytes * EXTRA_FACTOR if fixed else known_bytes + GROWTH_BYTES)
     request = FIXED if fixed else LAST if last else b"" if step is None else str(step).encode()
     data = await receive_file(endpoint, worker, METHOD, request, limit_bytes, silence_s)
     try:
-        return OwnState.decode(data, expected)
+        return OwnState.decode(data, expected if fixed else None)  # a model may make its buffers anew
     except DataError as error:
         raise RefusedError(worker, "BAD_REQUEST", str(error)) from error

@@ -14,7 +14,7 @@ from itertools import chain
 
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
 from gradstream.checkpoint.folder import prune, sweep
-from gradstream.checkpoint.format import TensorSpec, of_spec
+from gradstream.checkpoint.format import TensorSpec, of_spec, spec_of
 from gradstream.checkpoint.manifest import JobPhase, Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.own_tensors import Kind, ask_own, file_of_own
@@ -59,7 +59,7 @@ class _Open:
     draft: DraftSnapshot
     holders: Sequence[str]  # names of the nodes that write into it
     own: Mapping[str, OwnState]  # by worker
-    frozen: Buffers
+    others: Buffers  # averaged buffers, and frozen parameters
     beside: Mapping[str, bytes]  # predictors, remainders and replicas, by name of their file
     rounds: int  # minibatches of each worker
 
@@ -174,6 +174,9 @@ class CheckpointWriter:
             ]
             answers = await self._runtime.gather(*(ask_own(endpoint, kind, one, silence_s) for one in nodes))
             beside |= zip([file_of_own(kind, node) for node in nodes], answers, strict=True)
+        averages = averaged(list(own.values()))
+        if own:  # a model may have made its buffers anew, in other shapes
+            buffers = [spec_of(name, one.shape, one.dtype) for name, one in averages.items()]
         draft = DraftSnapshot(
             self._runtime.storage,
             step=snapshot.step,
@@ -184,7 +187,8 @@ class CheckpointWriter:
         )
         before = self._resume.rounds if self._resume else 0
         rounds = before + ledger.num_rounds
-        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, frozen, beside, rounds)
+        others = {**averages, **frozen}
+        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, others, beside, rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
@@ -246,7 +250,7 @@ class CheckpointWriter:
             shares=self._membership.balance.sizes if self._membership.balance is not None else (),
             phase=self._phase(over=snapshot.last and self._membership.phases.crossing),
         )
-        others = {**averaged(list(opened.own.values())), **opened.frozen}
+        others = opened.others
         own = {**{who: state.encode() for who, state in opened.own.items()}, **opened.beside}
         if extra := {name: array for name, array in others.items() if name.startswith(EXTRA)}:
             own[EXTRA_FILE] = OwnState(0, extra).encode()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.errors import ConfigError
+from gradstream.model.arrays import same_bits
 
 Buffers = Mapping[str, np.ndarray[Any, Any]]
 """Arrays by the user's own names."""
@@ -28,7 +28,7 @@ def load_buffers(model: object, buffers: Buffers) -> None:
     """Sets a model's buffers, if it has any. Names that the model does not know are ignored.
 
     Raises:
-        ConfigError: a buffer is missing, or has another shape.
+        ConfigError: a buffer is missing, or has another shape than one that the model never changes.
     """
     take = getattr(model, "load_buffers", None)
     if take is not None:
@@ -50,34 +50,37 @@ def with_buffers(model: object, buffers: Buffers) -> Iterator[None]:
 def average_buffers(replicas: Sequence[tuple[float, Buffers]]) -> dict[str, np.ndarray[Any, Any]]:
     """Averages the buffers of several replicas.
 
-    Floating-point buffers become the weighted mean, computed in float64. Integers and booleans (a count of
-    batches, a flag) become the largest. The mean of running variances is an approximation: it leaves out the
-    distances between the replicas' means.
+    What is equal everywhere stays as it is. Floating-point and complex buffers become the weighted mean, computed in
+    double precision. Integers and booleans (a count of batches, a flag) become the largest. The mean of running
+    variances is an approximation: it leaves out the distances between the replicas' means. Buffers whose shapes or
+    dtypes differ, and those that not every replica has, have no mean: they are those of the first replica that
+    has samples.
 
     Args:
-        replicas: (number of samples that the replica has trained on, its buffers) of each replica. If no
-            replica has any samples, all have the same weight.
-
-    Raises:
-        ConfigError: replicas differ in names or shapes.
+        replicas: (number of samples that the replica has trained on, its buffers) of each replica. A replica
+            without samples does not count. If no replica has any, all have the same weight.
     """
-    if not replicas:
+    counted = [(weight, buffers) for weight, buffers in replicas if weight] or [
+        (1.0, one) for _, one in replicas
+    ]
+    if not counted:
         return {}
-    shapes = [{name: array.shape for name, array in buffers.items()} for _, buffers in replicas]
-    if any(other != shapes[0] for other in shapes[1:]):
-        raise ConfigError(
-            f"buffers: got different names or shapes from the workers, {shapes}; expected the same on all: build "
-            "the model alike on every worker"
-        )
-    weights = np.array([weight for weight, _ in replicas], dtype=np.float64)
-    if not weights.any():
-        weights = np.ones(len(replicas))
-    return {name: _average(weights, [buffers[name] for _, buffers in replicas]) for name in shapes[0]}
+    weights = np.array([weight for weight, _ in counted], dtype=np.float64)
+    return {
+        name: _average(weights, [buffers[name] for _, buffers in counted if name in buffers])
+        for name in counted[0][1]
+    }
 
 
 def _average(weights: np.ndarray[Any, Any], arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     first = arrays[0]
-    if first.dtype.kind not in "fc" or len(arrays) == 1:
-        return np.asarray(np.max(np.stack(arrays), axis=0))
-    mean = np.tensordot(weights, np.stack(arrays).astype(np.float64), axes=1) / weights.sum()
-    return np.asarray(mean).astype(first.dtype)
+    kinds = {(array.shape, array.dtype) for array in arrays}
+    if len(arrays) < len(weights) or len(kinds) > 1 or all(same_bits(array, first) for array in arrays):
+        return first
+    several = np.stack(arrays)
+    if first.dtype.kind not in "fc":
+        return np.asarray(np.max(several, axis=0))
+    wide = np.complex128 if first.dtype.kind == "c" else np.float64
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
+        mean = np.tensordot(weights, several.astype(wide), axes=1) / weights.sum()
+    return np.where((several == first).all(axis=0), first, np.asarray(mean).astype(first.dtype))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,6 +35,7 @@ class BuiltModule:
         self.layout = layout_of(module)
         self.parameters = [parameter for _, parameter in trained]
         self.names, self.frozen = names_of(module)
+        self.buffer_shapes = {name: buffer.shape for name, buffer in self.buffers()}
         self._at: tuple[int, int] | None = None
         self._training: bool | None = None
         self._kept_in_eval = [part for part in module.modules() if not part.training]
@@ -180,13 +179,6 @@ def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module.register_parameter(key, tensor)
     else:
         module.register_buffer(key, tensor)
-
-
-def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
-    wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    array: np.ndarray[Any, Any] = wide.cpu().numpy()
-    return array
 
 
 def _dtype_of(trained: list[tuple[str, nn.Parameter]]) -> torch.dtype:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from gradstream.errors import ConfigError, GradientError
-from gradstream.model.arrays import for_torch
+from gradstream.model.arrays import arrays_of, as_numpy, for_torch, set_tensor
 from gradstream.model.backprop import Backprop
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
+from gradstream.model.built_module import Build, BuiltModule, build_module, trained_of
 from gradstream.model.check import check_option, finite_loss
 from gradstream.model.devices import seeded
 from gradstream.model.factors import FactoredLayer, FactorPairs
@@ -221,23 +221,29 @@ class TorchModel:
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of the persistent buffers, under the module's own names."""
-        return {name: as_numpy(buffer).copy() for name, buffer in self._module().buffers()}
+        found: dict[str, np.ndarray[Any, Any]] = {}
+        for name, buffer in self._module().buffers():
+            found |= arrays_of(name, buffer)
+        return found
 
     def load_buffers(self, buffers: Buffers) -> None:
         """Sets the persistent buffers. Names that the module does not have are ignored.
 
         Raises:
-            ConfigError: a buffer is missing, or has another shape. Those before it have been set.
+            ConfigError: a buffer is missing, or has another shape than one whose shape the module never changes.
+                Those before it have been set.
         """
-        for name, buffer in self._module().buffers():
-            array = buffers.get(name)
-            if array is None or array.shape != tuple(buffer.shape):
-                got = "nothing" if array is None else f"shape {array.shape}"
-                raise ConfigError(
-                    f"buffer {name!r}: got {got}, expected shape {tuple(buffer.shape)}; "
-                    "is this the model that the run trained?"
-                )
-            buffer.copy_(torch.from_numpy(np.array(array)))
+        built = self._module()
+        for name, buffer in built.buffers():
+            own = {} if buffer.shape != built.buffer_shapes.get(name) else arrays_of(name, buffer)
+            for key, array in own.items():
+                got = f"shape {buffers[key].shape}" if key in buffers else "nothing"
+                if key not in buffers or (array.size and buffers[key].shape != array.shape):
+                    raise ConfigError(
+                        f"buffer {key!r}: got {got}, expected shape {array.shape}; "
+                        "is this the model that the run trained?"
+                    )
+            set_tensor(name, buffer, buffers)
 
     def _module(self) -> BuiltModule:
         if self._built is None:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from gradstream.errors import ConfigError, InternalError
+from gradstream.model.arrays import Arrays, arrays_of, set_tensor
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import as_numpy
 from gradstream.model.fixed import Fixed
 from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
@@ -170,26 +170,25 @@ class ModuleBinding(ParameterBinding):
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
         """See `ParameterBinding.buffers`: persistent buffers."""
-        return {name: buffer.detach().numpy().copy() for name, buffer in self._buffers()}
+        return self._arrays(self._buffers())
 
     def load_buffers(self, buffers: Buffers) -> None:
         """See `ParameterBinding.load_buffers`."""
         for name, buffer in self._buffers():
-            if name in buffers:
-                buffer.detach().copy_(torch.from_numpy(buffers[name]))
+            set_tensor(name, buffer, buffers)
 
     def fixed(self) -> Fixed:
         """See `ParameterBinding.fixed`."""
         trained = self._names()
         second = {name: first for name, first in trained.items() if name != first}
-        frozen = {name: as_numpy(p.detach()).copy() for name, p in self._state(True) if name not in trained}
-        return Fixed(frozen, second)
+        return Fixed(self._arrays([one for one in self._state(True) if one[0] not in trained]), second)
 
     def load_fixed(self, frozen: Buffers) -> None:
         """See `ParameterBinding.load_fixed`."""
+        trained = self._names()
         for name, parameter in self._state(True):
-            if name in frozen:
-                parameter.detach().copy_(torch.from_numpy(frozen[name]))
+            if name not in trained:
+                set_tensor(name, parameter, frozen)
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """Parameters under all of their names, with those that are not trained."""
@@ -201,6 +200,9 @@ class ModuleBinding(ParameterBinding):
         """Every name of the trained parameters, with the name that the layout has."""
         first = {id(p): slot.name for p, slot in zip(self._parameters, self.layout.slots, strict=True)}
         return {name: first[id(p)] for name, p in self._state(True) if id(p) in first}
+
+    def _arrays(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Arrays:
+        return {key: array for name, one in tensors for key, array in arrays_of(name, one).items()}
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return self._state(False)

@@ -165,8 +165,12 @@ class LocalPasses:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._passes: list[tuple[PassSamples, set[int]]] = []  # each with the parameters that hold a part of it
-        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradient and version after the last pass
+        self._passes: list[
+            tuple[PassSamples, set[int]]
+        ] = []  # each with the parameters that hold a part of it
+        self._marks: dict[
+            int, tuple[weakref.ref[torch.Tensor], int]
+        ] = {}  # gradient and version after the last pass
         self._watched: set[int] = set()
 
     def begin(self, samples: PassSamples) -> None:

@@ -77,9 +77,21 @@ def several(given: Any, kind: type[K]) -> list[K]:
                 f"session.wrap: got {type(one).__name__}, expected a torch {kind.__name__}, or a list of "
                 "them; for numpy arrays there is session.exchange"
             )
+        if isinstance(one, nn.Module):
+            _check_made(one)
     if not several:
         raise ConfigError(f"session.wrap: got an empty list, expected at least one torch {kind.__name__}")
     return several
+
+
+def _check_made(module: nn.Module) -> None:
+    """Raises ConfigError for a module with lazy layers, whose shapes are not known yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"session.wrap: {name!r} is lazy: it has no shape until the model is called, and the workers must have "
+                "the same model now: call the model on a minibatch before session.wrap, or give its layers their sizes"
+            )
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

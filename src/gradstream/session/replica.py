@@ -7,8 +7,7 @@ workers; and the state that only the loop needs to go on, for example momentum.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,14 @@ import torch
 from torch import nn
 
 from gradstream.checkpoint.own_state import EXTRA
-from gradstream.errors import ConfigError
+from gradstream.model.arrays import Arrays, arrays_of, set_tensor
 from gradstream.model.buffers import Buffers
 from gradstream.model.fixed import Fixed
 from gradstream.session.binding import GradientBinding
 from gradstream.session.gradient_vector import vector_of
+from gradstream.session.optimizer_state import OptimizerStates
 
 Array = np.ndarray[Any, Any]
-PLAIN = EXTRA + "plain"
-"""Name of the array that holds the numbers and flags of optimizers, as JSON."""
 
 
 class ReplicaBinding(GradientBinding):
@@ -38,6 +36,7 @@ class ReplicaBinding(GradientBinding):
         parameters: all parameters of the modules and optimizers, each once, under its first name.
         names: the names of `parameters`, those with a place in the vector first.
         vector: the vector that a round carries.
+        states: the state of the optimizers.
 
     Raises:
         ConfigError: see `vector_of`.
@@ -46,6 +45,7 @@ class ReplicaBinding(GradientBinding):
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._modules = modules
         self._optimizers = optimizers
+        self.states = OptimizerStates(optimizers)
         self._snapshot: dict[int, torch.Tensor] = {}
         self._places = [
             (part._buffers, key)
@@ -67,14 +67,14 @@ class ReplicaBinding(GradientBinding):
         self.names, self.vector = vector_of(self.parameters)
         super().__init__(self.vector)
 
-    def saved(self) -> dict[str, Array]:
+    def saved(self) -> Arrays:
         """Copies of the parameters under all of their names, as `load_state_dict` expects them."""
-        return {name: _array(p).copy() for name, p in self._all_parameters()}
+        return _arrays(self._all_parameters())
 
-    def buffers(self) -> dict[str, Array]:
+    def buffers(self) -> Arrays:
         """See `ParameterBinding.buffers`. While the loop runs, they are those of its last step."""
-        state = {name: tensor for name, tensor in self._state() if not isinstance(tensor, nn.Parameter)}
-        return {name: _array(self._snapshot.get(id(buffer), buffer)).copy() for name, buffer in state.items()}
+        state = [(name, tensor) for name, tensor in self._state() if not isinstance(tensor, nn.Parameter)]
+        return _arrays((name, self._snapshot.get(id(buffer), buffer)) for name, buffer in state)
 
     def snapshot_buffers(self) -> None:
         """See `ParameterBinding.snapshot_buffers`."""
@@ -91,8 +91,8 @@ class ReplicaBinding(GradientBinding):
     def load_buffers(self, buffers: Buffers) -> None:
         """See `ParameterBinding.load_buffers`."""
         for name, tensor in self._state():
-            if name in buffers and not isinstance(tensor, nn.Parameter):
-                _set(tensor, buffers[name])
+            if not isinstance(tensor, nn.Parameter):
+                set_tensor(name, tensor, buffers)
 
     def fixed(self) -> Fixed:
         """All parameters, since no round carries them."""
@@ -107,64 +107,23 @@ class ReplicaBinding(GradientBinding):
         """The state of the optimizers and the buffers that are not persistent; names begin with `EXTRA`.
 
         Raises:
-            ConfigError: the state of an optimizer has a value that is neither a tensor nor a number.
+            ConfigError: see `OptimizerStates.saved`.
         """
-        arrays = {f"{EXTRA}buffer.{name}": _array(tensor).copy() for name, tensor in self._unsaved()}
-        plain: dict[str, Any] = {}
-        for name, value in self._remembered():
-            if isinstance(value, torch.Tensor):
-                arrays[name] = _array(value).copy()
-                plain[name] = str(value.dtype).removeprefix("torch.")
-            elif isinstance(value, int | float | bool | None):
-                plain[name] = [value]
-            else:
-                raise ConfigError(
-                    f"checkpoint: {name.removeprefix(EXTRA)} is a {type(value).__name__}; expected a tensor, a "
-                    "number, a bool or None: keep it outside of optimizer.state, or store it there as one of these"
-                )
-        return {**arrays, PLAIN: np.frombuffer(json.dumps(plain).encode(), np.uint8)}
+        buffers = _arrays((f"{EXTRA}buffer.{name}", tensor) for name, tensor in self._unsaved())
+        return {**buffers, **self.states.saved()}
 
     def load_fixed(self, frozen: Buffers) -> None:
         """Sets the arrays that `saved` and `extra` have returned; ignores other names."""
         for name, parameter in self._all_parameters():
-            if name in frozen:
-                _set(parameter, frozen[name])
+            set_tensor(name, parameter, frozen)
         for name, buffer in self._unsaved():
-            if (key := f"{EXTRA}buffer.{name}") in frozen:
-                _set(buffer, frozen[key])
-        if PLAIN in frozen:
-            self._load_optimizers(frozen, json.loads(frozen[PLAIN].tobytes()))
-
-    def _load_optimizers(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
-        """Sets the optimizers' state. Learning rates and other options of groups stay as the script set them."""
-        for number, optimizer in enumerate(self._optimizers):
-            for place, parameter in enumerate(_parameters_of(optimizer)):
-                prefix = f"{EXTRA}optimizer.{number}.{place}."
-                for name, value in plain.items():
-                    if not name.startswith(prefix):
-                        continue
-                    key = name.removeprefix(prefix)
-                    if isinstance(value, list):
-                        optimizer.state[parameter][key] = value[0]
-                        continue
-                    before = optimizer.state[parameter].get(key)
-                    device = before.device if isinstance(before, torch.Tensor) else parameter.device
-                    if key == "step" and not isinstance(before, torch.Tensor):
-                        device = torch.device("cpu")  # torch's optimizers count there
-                    tensor = torch.from_numpy(arrays[name]).to(device, getattr(torch, value))
-                    if tensor.shape == parameter.shape:  # fused optimizers want the parameter's strides
-                        tensor = torch.empty_like(parameter, dtype=tensor.dtype, device=device).copy_(tensor)
-                    optimizer.state[parameter][key] = tensor
-
-    def _remembered(self) -> Iterator[tuple[str, Any]]:
-        for number, optimizer in enumerate(self._optimizers):
-            for place, parameter in enumerate(_parameters_of(optimizer)):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    yield f"{EXTRA}optimizer.{number}.{place}.{key}", value
+            set_tensor(f"{EXTRA}buffer.{name}", buffer, frozen)
+        self.states.load(frozen)
 
     def _optimized(self) -> Iterator[nn.Parameter]:
         for optimizer in self._optimizers:
-            yield from _parameters_of(optimizer)
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _all_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters under every name of a state dict; then those that only an optimizer has."""
@@ -193,17 +152,5 @@ class ReplicaBinding(GradientBinding):
             yield f"{index}." if several else "", module
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """The tensor as a numpy array; bfloat16, which numpy lacks, becomes float32, which has all of its values."""
-    here = tensor.detach().cpu()
-    return (here.float() if here.dtype == torch.bfloat16 else here).numpy()
-
-
-def _set(tensor: torch.Tensor, array: Array) -> None:
-    with torch.no_grad():
-        tensor.copy_(torch.from_numpy(array).view(tensor.shape))
+def _arrays(tensors: Iterable[tuple[str, torch.Tensor]]) -> Arrays:
+    return {key: array for name, one in tensors for key, array in arrays_of(name, one).items()}

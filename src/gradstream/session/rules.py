@@ -7,8 +7,10 @@ how far each step has gone. Some strategies cannot use such pushes (`objection`)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +69,11 @@ _MUST_BE_OFF = ("maximize", "amsgrad", "lr_decay", "differentiable", "capturable
 _NOT_OPTIONS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "name", "param_names"})
 
 RATIO_TOLERANCE = 1e-6
+
+SMALL_ELEMS = 64
+"""A tensor of so many elements is described by all of them."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 ON_WORKERS = "Or call session.wrap(model, optimizer, fused=False), which runs the optimizer on each worker"
 
@@ -250,7 +257,22 @@ def description_of(*optimizers: object) -> str:
     """Class and options of the optimizers without the rate, as text: it must be the same on all workers."""
     options = [options_of(one.param_groups) for one in optimizers if isinstance(one, torch.optim.Optimizer)]
     kinds = "+".join(sorted({type(one).__name__ for one in optimizers}))
-    return json.dumps({"class": kinds, "fields": {"options": repr(options)}})
+    return json.dumps({"class": kinds, "fields": {"options": _described(options)}})
+
+
+def _described(value: Any) -> str:
+    """The value as text that is the same in every process: without addresses, in an order that no hash gives."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_described(key)}: {_described(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_described, value)) + "]"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_described, value))) + "}"
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.tolist() if value.numel() <= SMALL_ELEMS else tuple(value.shape)}"
+    if isinstance(value, functools.partial):
+        return f"{_described(value.func)}{_described([value.args, value.keywords])}"
+    return _ADDRESS.sub("", repr(value))
 
 
 def _fields(rule: Any) -> dict[str, Any]:

@@ -158,6 +158,7 @@ class WorkerSession(Session):
         hook = BeforeForward(self._samples.forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
+        binding.states.watch(check=self._place.job().checkpoint_every is not None)
         self._step_hooks = [register_optimizer_step_pre_hook(reducer.before_other_step)]
         for one in optimizers:
             one.register_step_pre_hook(reducer.before_step)

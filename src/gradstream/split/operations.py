@@ -13,9 +13,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradstream.errors import ConfigError
+from gradstream.model.arrays import as_numpy
 from gradstream.model.batch import map_leaves
 from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import as_numpy
 from gradstream.model.fixed import Fixed
 from gradstream.model.torch_module import BUILD_SEED
 from gradstream.model.wide_linear import WIDE_ELEMS

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from gradstream.errors import ConfigError
+from gradstream.model.arrays import as_numpy
 from gradstream.model.base import Reduction
 from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import as_numpy, is_wide
+from gradstream.model.built_module import is_wide
 from gradstream.model.check import finite_loss
 from gradstream.model.fixed import Fixed
 from gradstream.model.torch_module import TorchModel, usable

@@ -120,8 +120,8 @@ class BufferAverager:
             except (PeerLostError, DeadlineError):
                 pass
             except RefusedError as error:
-                if error.code == "BAD_REQUEST":  # its model is not like this worker's
-                    raise
+                if error.code == "BAD_REQUEST" and not last:  # its model is not like this worker's
+                    raise  # at the end, nothing may keep the parameters from being saved
         furthest = max(states, key=lambda worker: states[worker].steps)
         if catch_up and states[furthest].steps > mine.steps:
             await self._copy(furthest)
