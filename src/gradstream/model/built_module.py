@@ -15,6 +15,7 @@ from gradstream.model.backprop import Backprop
 from gradstream.model.base import Layout, Slot
 from gradstream.model.devices import seeded
 from gradstream.model.factors import FactoredLayer
+from gradstream.model.ties import tie
 from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 
 Build = Callable[[], nn.Module]
@@ -125,6 +126,7 @@ def build_module(build: Build, seed: int) -> nn.Module:
             "from_torch: build() returned a module with lazy parameters, whose shapes are not known: "
             "give the layers their sizes, or run the module once in build()"
         )
+    tie(module)
     for part in module.modules():
         if not any(parameter.requires_grad for parameter in part.parameters(recurse=False)):
             continue

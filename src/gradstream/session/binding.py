@@ -19,6 +19,7 @@ from gradstream.model.arrays import Arrays, arrays_of, set_tensor
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.buffers import Buffers
 from gradstream.model.fixed import Fixed
+from gradstream.model.ties import check_untied
 from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 
@@ -123,10 +124,11 @@ class ModuleBinding(ParameterBinding):
 
     Raises:
         ConfigError: there are none, they have several dtypes or one that is neither float32 nor float64, or
-            one is not in main memory.
+            one is not in main memory, or shares its memory with another tensor.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        check_untied(module, parameters)
         self._module = module
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         places = {key: place for place, key in enumerate(names)}
