@@ -194,6 +194,22 @@ def test_a_barrier_within_a_window_weighs_it_by_its_samples() -> None:
     alike(loop)
 
 
+def test_a_worker_without_samples_has_none_in_the_second_loss_either() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.wrap(model, optimizer)
+        for sizes in ((6, 2), (6, 0)):
+            optimizer.zero_grad()
+            loss = model(sized(session, *sizes)).square().mean()
+            loss.backward(retain_graph=True)
+            (loss * 0.5).backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    alike(loop)
+
+
 # ---- weights that the script says -------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, DeadlineError
+from gradstream.job.job import Job
+from gradstream.session import joining
 from gradstream.session.rules import description_of
 from gradstream.testing.sessions import loop_in_threads
 
@@ -153,3 +156,51 @@ def test_lazy_layers_are_refused_until_they_are_made(strategy: Any) -> None:
         session.wrap(model, optimizer)
 
     loop_in_threads(loop, workers=1, strategy=strategy, deadlines=DEADLINES)
+
+
+# ---- before `wrap` ----------------------------------------------------------------------
+
+
+def test_workers_wait_for_one_another_before_wrap() -> None:
+    told: list[str] = []
+
+    def loop(session: gs.Session) -> None:
+        model = nn.Linear(2, 1)
+        for number in range(2):
+            if session.rank == number:
+                time.sleep(0.3)
+                told.append(f"made {number}")
+            session.barrier()
+            told.append(f"read {number}")
+        session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session.barrier()
+
+    loop_in_threads(loop, strategy="allreduce", deadlines=DEADLINES)
+    assert told == ["made 0", "read 0", "read 0", "made 1", "read 1", "read 1"]
+
+
+def test_a_worker_that_does_not_come_to_the_barrier_is_named() -> None:
+    def loop(session: gs.Session) -> None:
+        if session.rank == 0:
+            session.barrier()
+
+    with pytest.raises(DeadlineError, match=r"worker-1.*did not call session.barrier\(\).*join_s"):
+        loop_in_threads(loop, strategy="allreduce", deadlines=gs.Deadlines(join_s=1, lease_s=3, retry_s=5))
+
+
+def test_a_worker_that_does_not_come_to_wrap_is_named_with_the_setting() -> None:
+    def loop(session: gs.Session) -> None:
+        model = nn.Linear(2, 1)
+        if session.rank == 0:
+            session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(DeadlineError, match=r"worker-1.*session\.wrap.*join_s"):
+        loop_in_threads(loop, strategy="allreduce", deadlines=gs.Deadlines(join_s=1, lease_s=3, retry_s=5))
+
+
+def test_loops_have_half_an_hour_until_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(joining, "intercept", jobs.append)
+    gs.join()
+    gs.join(deadlines=gs.Deadlines(join_s=7))
+    assert [job.deadlines.join_s for job in jobs] == [1800, 7]

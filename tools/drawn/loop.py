@@ -131,13 +131,15 @@ def draw(seed: int, workers: int) -> Loop:
     if backward == "scaler":  # what no optimizer has would stay infinite, and clipping by it makes all NaN
         held_back = None
     anew = "new optimizer" in events.values() or within or held_back is not None
-    return Loop(
+    loop = Loop(
         seed=seed,
         model=model,
         dtype=dtype,
         optimizers=[(kind, options_of(kind, rng, dtype)) for kind in kinds],
         groups=rng.choice([1, 1, 2]),
-        sizes=[_sizes(rng, workers, parts, even=backward in apart, nothing=nothing) for _ in range(steps)],
+        sizes=[
+            _sizes(rng, workers, parts, even=backward in apart[:2], nothing=nothing) for _ in range(steps)
+        ],
         counting=counting,
         by_rank=model == "branches" and not within and rng.random() < 0.7,
         backward=backward,
@@ -151,6 +153,17 @@ def draw(seed: int, workers: int) -> Loop:
         direct=counting != "forward" and rng.random() < 0.3,
         events=events,
     )
+    return _with_odd_tensors(loop)
+
+
+def _with_odd_tensors(loop: Loop) -> Loop:
+    """The loop; some with parameters that share memory, odd buffers, or an optimizer that counts in its groups."""
+    rng = random.Random(f"odd {loop.seed}")
+    if loop.model in ("mlp", "tied") and rng.random() < 0.5:
+        loop = dataclasses.replace(loop, model=rng.choice(["shared memory", "odd buffers"]))
+    if loop.dtype == "float64" and rng.random() < 0.2:
+        loop = dataclasses.replace(loop, optimizers=[("Counting", {"lr": 0.1}) for _ in loop.optimizers])
+    return loop
 
 
 def draw_ending(seed: int, workers: int) -> Loop:

@@ -37,6 +37,9 @@ class Model(nn.Module):
             x = layer(x)
         return x
 
+    def complete(self) -> None:
+        """Called when the model has its dtype, which tears apart what shares memory."""
+
     def layers(self) -> list[nn.Module]:
         """Those with parameters."""
         return [layer for layer in self.body if list(layer.parameters())]
@@ -125,6 +128,74 @@ class _Normed(Model):
         return self
 
 
+class _Shared(Model):
+    """Two weights in the same memory, which torch does not know of."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM, bias=False))
+        self.transposed = rng.random() < 0.5
+
+    def complete(self) -> None:
+        first, last = (self.body[number].get_parameter("weight") for number in (0, 2))
+        last.data = first.data.T if self.transposed else first.data
+
+
+class _Odd(Model):
+    """Buffers of many kinds, constant and not, kept and not."""
+
+    mask: torch.Tensor
+    turns: torch.Tensor
+    near: torch.Tensor
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(nn.Linear(DIM, 3), nn.Tanh(), nn.Linear(3, DIM))
+        self.keep = rng.random() < 0.5
+
+    def complete(self) -> None:
+        for name, buffer in {
+            "mask": torch.full((DIM, DIM), -torch.inf).triu(1),
+            "turns": torch.polar(torch.ones(2).double(), torch.arange(2).double()),
+            "near": torch.eye(3).to_sparse(),
+            "scale": (torch.ones(3) / 3).bfloat16(),
+            "step": torch.tensor(0.1).expand(3),
+            "flags": torch.tensor([True, False]),
+        }.items():
+            self.register_buffer(name, buffer, persistent=self.keep)
+
+    def forward(self, x: torch.Tensor, branch: int = 0) -> torch.Tensor:
+        turned = torch.view_as_real(torch.view_as_complex(x.reshape(-1, 2, 2).double()) * self.turns)
+        weights = self.mask.softmax(1).to(x.dtype)
+        return super().forward((turned.reshape(-1, DIM).to(x.dtype) + x) @ weights.T, branch)
+
+
+def _is_matrix(parameter: torch.Tensor) -> bool:
+    return parameter.ndim > 1
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate rises by a counter in its groups, where it also has a list, a tensor and a function."""
+
+    def __init__(self, params: Iterable[Any], lr: float) -> None:
+        own = {"k": 0, "seen": [], "d": torch.tensor(0.5), "decays": _is_matrix}
+        super().__init__(params, {"lr": lr, **own})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As of all optimizers."""
+        with torch.enable_grad():
+            found = closure() if closure else None
+        for group in self.param_groups:
+            group["k"] += 1
+            group["seen"] = [*group["seen"], group["k"]]
+            group["d"] = group["d"] * 1.1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    decay = 0.01 if group["decays"](parameter) else 0.0
+                    rate = group["lr"] * min(1.0, group["k"] / 4) * float(group["d"])
+                    parameter.sub_(parameter.grad + decay * parameter, alpha=rate)
+        return found
+
+
 MODELS: Mapping[str, Callable[[random.Random], Model]] = {
     "mlp": _mlp,
     "tied": _Tied,
@@ -133,6 +204,8 @@ MODELS: Mapping[str, Callable[[random.Random], Model]] = {
     "embedding": lambda rng: _Words(rng, padding_idx=rng.choice([0, None])),
     "convolution": _Images,
     "batch norm": _Normed,
+    "shared memory": _Shared,
+    "odd buffers": _Odd,
     "sparse embedding": lambda rng: _Words(rng, sparse=True),
     "bounded embedding": lambda rng: _Words(rng, max_norm=0.5),
 }
@@ -184,7 +257,8 @@ def make_optimizer(
     if "weight_decay" in options:
         own["weight_decay"] = 0.05
     dealt = [{"params": several[::2]}, own] if groups == 2 and len(several) > 1 else several
-    return getattr(torch.optim, kind)(dealt, **options)  # type: ignore[no-any-return]
+    made = Counting if kind == "Counting" else getattr(torch.optim, kind)
+    return made(dealt, **options)  # type: ignore[no-any-return]
 
 
 def _gradients(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Text], None]:

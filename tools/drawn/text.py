@@ -61,6 +61,7 @@ class Text:
 
     def _made(self, kind: str) -> Model:
         model = MODELS[kind](random.Random(f"model {self.loop.seed}")).to(self.dtype)
+        model.complete()
         with torch.no_grad():
             for tensor in model.parameters():
                 # wrap makes them those of worker 0

@@ -67,7 +67,9 @@ class Gathering:
         if self._phases.stretch.continues and self._phases.can_begin:
             return self._begin_without(missing, at_s)
         text = (
-            f"did not join in time: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}); see their logs"
+            f"did not join in time: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}); see their logs. "
+            "A worker joins when it has its model, in a loop of your own at session.wrap; if that takes longer, "
+            "set deadlines=gradstream.Deadlines(join_s=...)"
         )
         return self._phases.abort(missing[0], "DeadlineError", text)
 

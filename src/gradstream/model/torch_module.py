@@ -64,7 +64,7 @@ def from_torch(
     Raises:
         ConfigError: `build` is a module, or `loss` is not a function. On first use: `build` returns no
             module, or the same one twice, or the module has no parameters to train, or several dtypes, or one
-            that is neither float32 nor float64.
+            that is neither float32 nor float64; or parameters share memory, and are not the same.
 
     Example:
         >>> model = from_torch(lambda: nn.Linear(3, 1), nn.functional.mse_loss)

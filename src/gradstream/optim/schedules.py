@@ -355,7 +355,8 @@ class OneCycle:
 
     Reference:
         Smith, Topin, Super-convergence, 2018. Defaults as in PyTorch's `OneCycleLR`, whose momentum is
-        not cycled here.
+        not cycled here. Of n steps the highest rate is that of step rise · n (the first is step 0), and `end` would be
+        that of step n; PyTorch's peaks a step earlier, at rise · n - 1, and its last step has the rate `end`.
 
     Example:
         >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)

@@ -28,6 +28,9 @@ from gradstream.session.worker_session import WorkerSession
 from gradstream.strategies.base import Strategy
 from gradstream.untrusted import say
 
+JOIN_S = 1800.0
+"""How long workers wait for one another in `wrap`, by default: a script may prepare data for long before it."""
+
 
 def join(
     strategy: str | Strategy = "synchronous",
@@ -57,7 +60,8 @@ def join(
 
     Args:
         strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
-            trackers, allow_lost, deadlines: see `Job`. Options of `gradstream train` override them.
+            trackers, allow_lost, deadlines: see `Job`. Options of `gradstream train` override them. By default,
+            workers wait for one another in `wrap` for half an hour (`Deadlines(join_s=1800)`).
         exchange: the `exchange` entry of `strategy_options`: which library sends the data of a strategy
             without servers; see `AllReduce`.
         workers: number of workers that `gradstream train` starts. Under torchrun and python it is ignored.
@@ -85,7 +89,7 @@ def join(
         keep_last=keep_last,
         trackers=trackers,
         allow_lost=allow_lost,
-        deadlines=deadlines or Deadlines(),
+        deadlines=deadlines or Deadlines(join_s=JOIN_S),
     )
     intercept(job)
     if placement.running() is not None:

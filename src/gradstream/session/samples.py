@@ -166,7 +166,7 @@ class SampleCount:
         known = [samples for samples in noted if samples is not None]
         is_known = len(known) == len(noted)
         counted = sum(known) if is_known else (sum(known) or self._last) if seen is None else seen
-        self._last = said or counted or self._last
+        self._last = counted if said is None else said
         return PassSamples(counted, said, is_known and not any(known))
 
     def _has_new(self) -> bool:

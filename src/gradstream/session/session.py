@@ -161,9 +161,13 @@ class Session:
         yield
 
     def barrier(self) -> None:
-        """Waits until all workers have called it. Call it between steps, after `wrap`.
+        """Waits until all workers have called it. Call it between steps, or before `wrap`.
 
-        It waits only under `synchronous` and `allreduce`.
+        After `wrap` it waits only under `synchronous` and `allreduce`.
+
+        Raises:
+            ConfigError: it is called before `wrap`, and the workers are on several machines.
+            DeadlineError: before `wrap`, a worker has not called it within `Deadlines.join_s`.
         """
 
     def shard(self, data: Any, *, split: bool = False) -> Any:

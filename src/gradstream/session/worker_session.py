@@ -23,6 +23,7 @@ from gradstream.run.placement import WorkerPlacement
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.early_barrier import EarlyBarrier
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
@@ -61,6 +62,7 @@ class WorkerSession(Session):
         self._resume_point = ResumePoint(place.steps_before())
         self._samples = SampleCount()
         self._takeover = Takeover(self._next_step)
+        self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
         self._reducer: GradientReducer | None = None
         self._arrays: ArrayGradients | ArrayParameters | None = None
@@ -215,6 +217,8 @@ class WorkerSession(Session):
 
     def barrier(self) -> None:
         """See `Session.barrier`."""
+        if self._connection.bridge is None and not self._closed:
+            self._early_barrier.wait()
         if self._reducer is not None and not self._closed:
             self._reducer.synchronize()
 
@@ -362,6 +366,7 @@ class WorkerSession(Session):
     def _begin(self, binding: ParameterBinding, rule: str) -> LoopBridge:
         bridge = self._connection.join(binding, rule, gradients_only=self._gradients_only)
         self._takeover.bridge = bridge
+        self._early_barrier.over()
         return bridge
 
     def _step(self, lr: float, loss: float) -> None:

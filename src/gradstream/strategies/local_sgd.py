@@ -6,8 +6,9 @@
       Δ_i ← w - w_i                                           w ← w - ν·(Δ + μ·v)        every worker for itself
 
 With ν = 1 and μ = 0 (the defaults) w becomes the mean of the w_i, weighted by samples n_i: local SGD. With ν = 0.7 and
-μ = 0.9 it is DiLoCo without a server; with `nesterov=False`, w ← w - ν·v, SlowMo. With one worker it is the inner
-optimizer alone, to the rounding of w - (w - w_i). In a phase after `allreduce` it is post-local SGD.
+μ = 0.9 it is DiLoCo without a server, where minibatches have equal sizes: DiLoCo's mean counts workers, not samples.
+With `nesterov=False`, w ← w - ν·v, it is SlowMo. With one worker it is the inner optimizer alone, to the rounding of
+w - (w - w_i). In a phase after `allreduce` it is post-local SGD.
 
 A round is a step of the run: `steps`, schedules and `evaluate_every` count rounds of H minibatches of each worker. The
 rate of the inner optimizer, which is the run's, is the same within a round. Its state (Adam's moments, say) stays with
