@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_parameters_of_the_same_memory_stay_tied(share: Callable[[Two], object],
 
     runs = [
         gs.simulate(
-            gs.from_torch(lambda how=how: build(how), nn.functional.mse_loss),
+            gs.from_torch(partial(build, how), nn.functional.mse_loss),
             DATA,
             strategy=strategy,
             workers=2,

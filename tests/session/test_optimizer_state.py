@@ -30,7 +30,7 @@ class Counting(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["k"] += 1
             group["seen"].append(group["k"] / 8)
@@ -48,8 +48,9 @@ class Common(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        common = self.state["all"]
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
+        common = state["all"]
         common["k"] = common.get("k", 0) + 1
         common.setdefault("sums", [torch.zeros(()), {"deep": (torch.zeros(()), None, "text")}])
         for p in self.param_groups[0]["params"]:
@@ -143,7 +144,7 @@ def test_a_state_keeps_its_dtype_and_a_copied_optimizer_tells_nothing() -> None:
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for p in self.param_groups[0]["params"]:
                 self.state[p]["sum"] = self.state[p].get("sum", 0) + p.grad.float() / 3
 
@@ -162,7 +163,8 @@ def test_a_state_keeps_its_dtype_and_a_copied_optimizer_tells_nothing() -> None:
 def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step() -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            self.state["all"]["when"] = object()
+            state: Any = self.state
+            state["all"]["when"] = object()
             return super().step(closure)
 
     case = made(lambda params: Odd(params, lr=0.1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.run.result import FINAL_MODEL
-from gradstream.testing import sessions
 from gradstream.testing.sessions import loop_in_threads
 
 DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
@@ -116,7 +116,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
         def __exit__(self, *_: Any) -> None: ...
 
-    monkeypatch.setattr(sessions.tempfile, "TemporaryDirectory", Kept)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Kept)
     return tmp_path / "run"
 
 

@@ -243,7 +243,8 @@ def test_means_over_weights_are_joined(kind: str, strategy: str) -> None:
                 optimizer.zero_grad()
                 session.samples(w.sum())
                 loss = weighted(x, y, w, model)  # NaN where all are 0
-                (loss if session.world_size > 1 or w.sum() else 0 * model(x).sum()).backward()  # type: ignore[no-untyped-call]
+                used: Any = loss if session.world_size > 1 or w.sum() else 0 * model(x).sum()
+                used.backward()
                 optimizer.step()
         return parameters_of(model)
 
@@ -261,7 +262,8 @@ def test_layers_that_are_unfrozen_later_are_weighed_likewise() -> None:
         for _ in range(2):
             optimizer.zero_grad()
             session.samples(float(w.sum()))
-            weighted(x, x[:, :1], w, model).backward()
+            loss: Any = weighted(x, x[:, :1], w, model)
+            loss.backward()
             optimizer.step()
         return parameters_of(model)
 

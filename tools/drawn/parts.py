@@ -258,7 +258,7 @@ def make_optimizer(
         own["weight_decay"] = 0.05
     dealt = [{"params": several[::2]}, own] if groups == 2 and len(several) > 1 else several
     made = Counting if kind == "Counting" else getattr(torch.optim, kind)
-    return made(dealt, **options)  # type: ignore[no-any-return]
+    return made(dealt, **options)
 
 
 def _gradients(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Text], None]:

@@ -90,5 +90,5 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """First and last byte of a tensor in its storage; the last one excluded."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin, size = tensor.storage_offset(), tensor.element_size()
-    return begin * size, (begin + last + 1) * size
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    return begin * size, (begin + int(last) + 1) * size

@@ -281,7 +281,9 @@ class Fleet:
             HostError: it has not ended in time; it may still.
         """
         first = self.machines[0]
-        words = shlex.join(["-P", "-m", "gradstream", "stop", self.run_dir, "--wait-s", str(wait_s), *options])
+        words = shlex.join(
+            ["-P", "-m", "gradstream", "stop", self.run_dir, "--wait-s", str(wait_s), *options]
+        )
         done = first.ask(self.inside(first, f"{self.program} {words}"), timeout_s=wait_s + STOP_S)
         said = last_line(done.stdout) or last_line(done.stderr)
         if done.returncode == NOT_IN_TIME:

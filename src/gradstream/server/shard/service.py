@@ -144,7 +144,7 @@ class ShardService:
             )
         updates = Updates(runtime, store, config.rule, senders, self.tensor_sums, noise)
         self.executor = ShardExecutor(runtime, config.schedule, state, store, updates)
-        if config.quorum is not None:
+        if config.quorum is not None and store.here:  # who has no chunks has nothing to agree on
             whole = isinstance(config.rule.robust, WholeRule)
             measure = partial(self._measure, updates, config.quorum) if whole else None
             self.quorum = QuorumProtocol(runtime, endpoint, config, chunks, self._decide, measure)
