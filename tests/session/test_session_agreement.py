@@ -1,0 +1,122 @@
+"""Replicas on machines that round differently stay together; replicas of other scripts are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradstream as gs
+from gradstream.errors import ReplicasDifferError
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.session import agreement
+from gradstream.testing.sessions import loop_in_threads
+
+DEADLINES = Deadlines(silence_s=10.0)
+STRATEGIES = ("synchronous", "allreduce")
+Made = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Made] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def loop_of(
+    made: Made, steps: int, after: Callable[[gs.Session, nn.Module], None]
+) -> Callable[[gs.Session], Any]:
+    """A loop that does something to its parameters after each step."""
+
+    def loop(session: gs.Session) -> Any:
+        draw = torch.Generator().manual_seed(session.rank)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        with torch.no_grad():  # threads share torch's own generator
+            for one in model.parameters():
+                one.copy_(0.3 * torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel())))
+        model[0].bias.requires_grad_(False)  # frozen: it has no place in a round
+        optimizer = made(model.parameters())
+        session.wrap(model, optimizer)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=draw)
+            loss: Any = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            after(session, model)
+        session.close()
+        state = [
+            value for one in optimizer.state.values() for value in one.values() if torch.is_tensor(value)
+        ]
+        return [one.detach().clone() for one in (*model.parameters(), *state)]
+
+    return loop
+
+
+def rounds_differently(session: gs.Session, model: nn.Module) -> None:
+    """What another processor does: the last bit of a part of the parameters is another one."""
+    if session.rank == 1:
+        with torch.no_grad():
+            for one in model.parameters():
+                if one.requires_grad:
+                    odd = torch.arange(one.numel()).view_as(one) % 2 == 1
+                    one.copy_(torch.where(odd, torch.nextafter(one, one + 1), one))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_machines_that_round_differently_train_on(
+    optimizer: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "EVERY", 15)
+    made = OPTIMIZERS[optimizer]
+    first, second = loop_in_threads(
+        loop_of(made, 50, rounds_differently), strategy=strategy, deadlines=DEADLINES
+    )
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    alike, _ = loop_in_threads(
+        loop_of(made, 50, lambda session, model: None), strategy=strategy, deadlines=DEADLINES
+    )
+    assert max(float((one - other).abs().max()) for one, other in zip(first, alike, strict=True)) < 1e-4
+
+
+def test_replicas_that_round_alike_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("the workers have exchanged their parameters")
+
+    monkeypatch.setattr(agreement.Agreement, "_agree", never)
+    loop_in_threads(loop_of(OPTIMIZERS["adamw"], 5, lambda session, model: None), deadlines=DEADLINES)
+
+
+@pytest.mark.parametrize("late", [0, 30])
+def test_another_rate_on_one_worker_is_found(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once; and where machines round differently anyhow, at the next agreement."""
+    monkeypatch.setattr(agreement, "EVERY", 10)
+    steps = 0
+
+    def faster(session: gs.Session, model: nn.Module) -> None:
+        nonlocal steps
+        if late:
+            rounds_differently(session, model)
+        if session.rank == 1:
+            steps += 1
+            if steps > late:
+                with torch.no_grad():
+                    model[2].weight.mul_(1.001)
+
+    with pytest.raises(
+        ReplicasDifferError, match=r"by more than processors round differently: '2.weight'"
+    ) as found:
+        loop_in_threads(loop_of(OPTIMIZERS["sgd"], 60, faster), deadlines=DEADLINES)
+    assert int(str(found.value).partition("step ")[2].partition(":")[0]) <= late + 12
+
+
+def test_a_frozen_parameter_that_differs_is_found() -> None:
+    def thaws(session: gs.Session, model: nn.Module) -> None:
+        if session.rank == 1:
+            with torch.no_grad():
+                model[0].bias.add_(1.0)
+
+    with pytest.raises(ReplicasDifferError, match=r"frozen at session\.wrap"):
+        loop_in_threads(loop_of(OPTIMIZERS["sgd"], 6, thaws), deadlines=DEADLINES)
