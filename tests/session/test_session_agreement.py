@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Made] = {
 
 
 def loop_of(
-    made: Made, steps: int, after: Callable[[gs.Session, nn.Module], None]
+    made: Made, steps: int, after: Callable[[gs.Session, nn.Sequential], None]
 ) -> Callable[[gs.Session], Any]:
     """A loop that does something to its parameters after each step."""
 
@@ -54,7 +54,7 @@ def loop_of(
     return loop
 
 
-def rounds_differently(session: gs.Session, model: nn.Module) -> None:
+def rounds_differently(session: gs.Session, model: nn.Sequential) -> None:
     """What another processor does: the last bit of a part of the parameters is another one."""
     if session.rank == 1:
         with torch.no_grad():
@@ -95,7 +95,7 @@ def test_another_rate_on_one_worker_is_found(late: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(agreement, "EVERY", 10)
     steps = 0
 
-    def faster(session: gs.Session, model: nn.Module) -> None:
+    def faster(session: gs.Session, model: nn.Sequential) -> None:
         nonlocal steps
         if late:
             rounds_differently(session, model)
@@ -103,7 +103,7 @@ def test_another_rate_on_one_worker_is_found(late: int, monkeypatch: pytest.Monk
             steps += 1
             if steps > late:
                 with torch.no_grad():
-                    model[2].weight.mul_(1.001)
+                    model.get_parameter("2.weight").mul_(1.001)
 
     with pytest.raises(
         ReplicasDifferError, match=r"by more than processors round differently: '2.weight'"
@@ -113,10 +113,45 @@ def test_another_rate_on_one_worker_is_found(late: int, monkeypatch: pytest.Monk
 
 
 def test_a_frozen_parameter_that_differs_is_found() -> None:
-    def thaws(session: gs.Session, model: nn.Module) -> None:
+    def thaws(session: gs.Session, model: nn.Sequential) -> None:
         if session.rank == 1:
             with torch.no_grad():
-                model[0].bias.add_(1.0)
+                model.get_parameter("0.bias").add_(1.0)
 
     with pytest.raises(ReplicasDifferError, match=r"frozen at session\.wrap"):
         loop_in_threads(loop_of(OPTIMIZERS["sgd"], 6, thaws), deadlines=DEADLINES)
+
+
+def test_a_worker_without_samples_decides_as_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first difference shows in a round to which the worker that rounds differently brings nothing."""
+    monkeypatch.setattr(agreement, "EVERY", 4)
+
+    def loop(session: gs.Session) -> Any:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.wrap(model, optimizer)
+        for number in range(12):
+            optimizer.zero_grad()
+            session._samples.note(0 if session.rank and number in (3, 4) else 4)  # type: ignore[attr-defined]
+            loss: Any = model(torch.ones(4, 4)).sum()
+            loss.backward()
+            optimizer.step()
+            if number >= 2 and session.rank == 1:
+                with torch.no_grad():
+                    model.weight.copy_(torch.nextafter(model.weight, model.weight + 1))
+        session.close()
+        return model.weight.detach().clone()
+
+    first, second = loop_in_threads(loop, deadlines=DEADLINES)
+    assert torch.equal(first, second)
+
+
+def test_a_parameter_near_zero_is_measured_by_the_others() -> None:
+    """Its rounding is that of the step."""
+
+    def swings(session: gs.Session, model: nn.Sequential) -> None:
+        if session.rank == 1:
+            with torch.no_grad():
+                model.get_parameter("2.bias").add_(3e-8)
+
+    loop_in_threads(loop_of(OPTIMIZERS["sgd"], 12, swings), deadlines=DEADLINES)

@@ -5,7 +5,7 @@ threads, round it differently: two replicas drift apart by a rounding a step. Th
 checksums of the parameters differ, the workers exchange the parameters themselves once, in rounds of their own after a
 step, and each takes the mean p̄, which has the same bits on all. Likewise the vectors of the optimizers' state.
 
-    |p - p̄| ≤ MARGIN · ε · √(steps since the last agreement) · max |p̄|     for each parameter: rounding
+    |p - p̄| ≤ MARGIN · ε · √(steps since the last agreement) · max |p̄|     rounding; max over all parameters
     otherwise on any worker                                                 the scripts differ: no worker goes on
 
 The gradient is one for all, so what rounding has added is not amplified: it grows with the root of the number of steps.
@@ -27,7 +27,7 @@ from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradient_vector import GradientVector
 
-EVERY = 250
+EVERY = 500
 """Steps between two agreements. One exchanges as much as a step does for the parameters, and each vector of state."""
 
 MARGIN = 64.0
@@ -81,6 +81,7 @@ class Agreement:
             mean = self._mean(tensors, step, number, far)
             means.append([mean[start:stop].clone() for start, stop in self._vector.bounds])
             if not number:
+                room *= max((float(other.abs().max()) for other in means[0] if len(other)), default=0.0)
                 far = {
                     index
                     for index, (own, other) in enumerate(zip(parameters, means[0], strict=True))
@@ -159,9 +160,9 @@ class Agreement:
 
 def _rounded(own: torch.Tensor, mean: torch.Tensor, room: float) -> bool:
     """Whether a parameter differs from the mean of all by no more than rounding can have added."""
-    apart = (own.detach().flatten().to(mean.dtype) - mean).abs().max()
-    most = MARGIN * torch.finfo(own.dtype).eps * room * mean.abs().max()
-    return bool(apart <= most)  # False for NaN
+    flat = own.detach().flatten().to(mean.dtype)
+    apart = torch.where(flat == mean, 0.0, (flat - mean).abs())  # infinities may be equal
+    return bool((apart <= MARGIN * torch.finfo(own.dtype).eps * room).all())  # False for NaN
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:

@@ -98,16 +98,16 @@ class GradientRounds:
         """
         vector, total = self._vector, len(self._wrapped.parameters)
         name, digest = self._digest.next()
-        checks = [self._rounds, self.steps, digest >> 16, digest]
+        checks = [self._rounds, self.steps, 0, 0]
         flags = [[float(index in found) for index in range(total)] for found in (fired, broken, present)]
-        vector.finish(gradient, flags, checks, scale)
+        vector.finish(gradient, flags, checks, scale, digest)
         mean = self._bridge.exchange(self._loss())
         if not self._bridge.round_samples and vector.differing(mean, [self._rounds - 1]) == []:
             self._rounds += 1
             return None  # the vector is still the mean of the round before
-        if differing := vector.differing(mean, checks):
-            if differing[0] < 2:
-                raise self._out_of_step()
+        if vector.differing(mean, checks):
+            raise self._out_of_step()
+        if vector.checksums_differ(mean):
             self.agreement.suspect(name)  # by rounding, or for good: the workers agree after the step
         self._rounds += 1
         return RoundResult(

@@ -1,6 +1,6 @@
 """The flat vector that one round carries where only gradients are exchanged.
 
-    [ gradients of the parameters that required one at `wrap` | fired | broken | present | check | scale ]
+    [ gradients of the parameters that required one at `wrap` | fired | broken | present | check | scale | bits ]
 
 A round computes the weighted mean of all workers' vectors, and every worker receives it. A worker's weight is
 the number of samples behind its gradient, so a worker without samples changes nothing.
@@ -11,6 +11,7 @@ the number of samples behind its gradient, so a worker without samples changes n
     check     numbers that must be equal on all workers: then their mean is the number itself
     scale     1 where this worker's weight is no whole number, and its weight divided by the number of samples
               that the round counts. The worker has multiplied its gradients by that
+    bits      of a checksum that should be equal: all workers see alike whether it is, also those without samples
 
 A flag above 0 in the mean was set on at least one worker that has samples.
 
@@ -34,6 +35,10 @@ from gradstream.model.check import finite
 from gradstream.model.devices import Copied, Streams, streams_of
 
 NUM_CHECKS = 4
+NUM_BITS = 32
+LEAST_SHARE = 1e-5
+"""A worker with a smaller share of a round's samples than this is not told from rounding."""
+
 CHECK_LIMIT = 1 << 16
 """Checked numbers are taken modulo this: their weighted mean then errs by less than 1 in float32."""
 
@@ -67,8 +72,9 @@ class GradientVector:
         self._present = slice(start + 2 * num_parameters, start + 3 * num_parameters)
         self._checks = slice(start + 3 * num_parameters, start + 3 * num_parameters + NUM_CHECKS)
         self._scale = slice(self._checks.stop, self._checks.stop + 2)
+        self._bits = slice(self._scale.stop, self._scale.stop + NUM_BITS)
         gradients = [(f"{EXTRA}gradient.{name}", tuple(shape)) for name, shape in shapes.items()]
-        self.layout = Layout.of([*gradients, (CHECK, (self._scale.stop - start,))], dtype)
+        self.layout = Layout.of([*gradients, (CHECK, (self._bits.stop - start,))], dtype)
 
     def finish(
         self,
@@ -76,12 +82,15 @@ class GradientVector:
         flags: Sequence[Sequence[float]],
         checks: Sequence[int],
         scale: float = 1.0,
+        checksum: int = 0,
     ) -> None:
-        """Writes flags (fired, broken, present), check numbers, and scale after the gradients in the vector."""
+        """Writes flags (fired, broken, present), check numbers, scale and checksum behind the gradients."""
         for place, numbers in zip((self._fired, self._broken, self._present), flags, strict=True):
             vector[place] = torch.tensor(numbers, dtype=vector.dtype)
         vector[self._checks] = torch.tensor([number % CHECK_LIMIT for number in checks], dtype=vector.dtype)
         vector[self._scale] = torch.tensor([float(scale != 1), scale], dtype=vector.dtype)
+        bits = [float(checksum >> place & 1) for place in range(NUM_BITS)]
+        vector[self._bits] = torch.tensor(bits, dtype=vector.dtype)
 
     def unscaled(self, mean: torch.Tensor) -> torch.Tensor:
         """The mean by weights, of one by samples."""
@@ -99,6 +108,10 @@ class GradientVector:
     def present(self, mean: torch.Tensor) -> set[int]:
         """Indices of the parameters that have a gradient on some worker, from this backward or before."""
         return set(mean[self._present].nonzero().flatten().tolist())
+
+    def checksums_differ(self, mean: torch.Tensor) -> bool:
+        """Whether the workers that have samples have given different checksums. The same on every worker."""
+        return any(LEAST_SHARE < bit < 1 - LEAST_SHARE for bit in mean[self._bits].tolist())
 
     def differing(self, mean: torch.Tensor, checks: Sequence[int]) -> list[int]:
         """Indices of the checks that are not equal on all workers that have samples."""
