@@ -16,6 +16,7 @@ from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.run.files import read_config, read_record
 from gradstream.run.local.link import python_environment
+from gradstream.run.result import Run
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import read_regular
 
@@ -111,3 +112,15 @@ def test_nodes_do_not_inherit_the_token(monkeypatch: pytest.MonkeyPatch) -> None
     environment = python_environment({"A": "1"})
     assert "GRADSTREAM_TOKEN" not in environment
     assert environment["A"] == "1" and environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_report_replaces_a_link_and_is_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run folder of somebody else's may have a link at the place of the report."""
+    victim, report = tmp_path / "victim", tmp_path / "report.html"
+    victim.write_text("mine")
+    report.symlink_to(victim)
+    monkeypatch.setattr("locale.getpreferredencoding", lambda *_: "ascii")
+    Run(events=[]).trace(report)
+    assert victim.read_text() == "mine"
+    assert not report.is_symlink() and report.read_bytes().decode()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "victim"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -167,13 +168,11 @@ class Run:
             info=self.info,
             price=price,
         )
-        Path(path).write_text(page(source))
-        return Path(path)
+        return _written(Path(path), page(source))
 
     def trace(self, path: str | Path) -> Path:
         """Writes the run as a Chrome trace (for ui.perfetto.dev), and returns its path."""
-        Path(path).write_text(trace_json(self.events))
-        return Path(path)
+        return _written(Path(path), trace_json(self.events))
 
     def __repr__(self) -> str:
         """A short table of the most important figures."""
@@ -256,3 +255,17 @@ def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _written(path: Path, text: str) -> Path:
+    """Writes a file as UTF-8, whatever the locale. A link at its place is replaced, and what it leads to stays."""
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return path
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
