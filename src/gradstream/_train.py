@@ -34,6 +34,7 @@ from gradstream.run.ray.engine import RayEngine, words_of
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
+from gradstream.runtime.storage import private_folder
 from gradstream.trackers.services import check_trackers
 
 NO_SCRIPT = (
@@ -316,7 +317,7 @@ def _new_run_dir(job: Job) -> Path:
         path = Path(job.run_dir).resolve()
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"run_dir {path} exists and is not an empty directory: name a new one")
-        path.mkdir(parents=True, exist_ok=True)
+        private_folder(path)
         return path
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     base = Path("runs").resolve() / f"{stamp}-{job.name}"
@@ -324,7 +325,7 @@ def _new_run_dir(job: Job) -> Path:
     for count in range(1000):
         path = base.with_name(f"{base.name}-{count}") if count else base
         try:
-            path.mkdir()
+            path.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return path

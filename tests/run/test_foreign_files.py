@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from gradstream._train import _new_run_dir
 from gradstream.checkpoint.manifest import Manifest, seal_of
 from gradstream.checkpoint.model_file import load_file
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
+from gradstream.job.job import Job
 from gradstream.run.files import read_config, read_record
 from gradstream.run.local.link import python_environment
 from gradstream.run.result import Run
 from gradstream.runtime.storage import DiskStorage
+from gradstream.testing.runs import least_squares
 from gradstream.untrusted import read_regular
 
 MANIFEST = Manifest(
@@ -124,3 +127,15 @@ def test_a_report_replaces_a_link_and_is_utf8(tmp_path: Path, monkeypatch: pytes
     assert victim.read_text() == "mine"
     assert not report.is_symlink() and report.read_bytes().decode()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "victim"]
+
+
+def test_a_run_makes_its_folder_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o022)
+    try:
+        for run_dir in (None, tmp_path / "named"):
+            model, data = least_squares(4, 2)
+            made = _new_run_dir(Job(model, data, run_dir=run_dir))
+            assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    finally:
+        os.umask(before)

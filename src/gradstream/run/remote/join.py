@@ -29,6 +29,7 @@ from gradstream.run.remote.address import Address
 from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.reach import reach
 from gradstream.run.result import FINAL_MODEL
+from gradstream.runtime.storage import private_folder
 from gradstream.untrusted.names import check_name
 from gradstream.wire import v1
 
@@ -212,7 +213,7 @@ class _Machine:
         if not again and path.exists() and any(path.iterdir()):
             raise ConfigError(f"run directory {path} exists and is not empty: name another one")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            private_folder(path)
         except OSError as error:
             raise ConfigError(
                 f"cannot make {path}, for logs: {error.strerror}; start in another folder"
