@@ -301,7 +301,7 @@ def test_a_dry_run_of_a_loop_stops_it_after_its_first_steps(
     assert all(one.ok for one in findings), findings
     details = {one.name: one.detail for one in findings}
     assert details["configuration"] == "synchronous, the script's optimizer, 2 workers, 1 server"
-    assert details["model"] == "5 parameters, exchanged in vectors of 60 B"
+    assert details["model"] == "5 parameters, exchanged in vectors of 196 B"
     assert re.search(r"\d+ minibatches, \d+ pushes, \d+ fetches", details["processes"])
     assert re.search(r"for the final parameters \+ 3 checkpoints of [\d.]+ kB$", details["disk"])
     assert details["checkpoint"].endswith("verified")
