@@ -85,7 +85,7 @@ def test_replicas_that_round_alike_are_left_alone(monkeypatch: pytest.MonkeyPatc
     def never(*_: Any) -> None:
         raise AssertionError("the workers have exchanged their parameters")
 
-    monkeypatch.setattr(agreement.Agreement, "_agree", never)
+    monkeypatch.setattr(agreement.ReplicaAgreement, "_agree", never)
     loop_in_threads(loop_of(OPTIMIZERS["adamw"], 5, lambda session, model: None), deadlines=DEADLINES)
 
 

@@ -37,7 +37,7 @@ MARK = 0xA6EE
 """Marks a round of an agreement: who makes another round at that time does something else."""
 
 
-class Agreement:
+class ReplicaAgreement:
     """Makes parameters and optimizer state of all workers the same.
 
     Args:

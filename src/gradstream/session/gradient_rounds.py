@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from gradstream.errors import ConfigError, ReplicasDifferError
-from gradstream.session.agreement import Agreement, Digest
+from gradstream.session.agreement import Digest, ReplicaAgreement
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
@@ -77,7 +77,7 @@ class GradientRounds:
         self._vector = vector
         self._bridge = bridge
         self._loss = loss
-        self.agreement = Agreement(wrapped, vector, bridge)
+        self.agreement = ReplicaAgreement(wrapped, vector, bridge)
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
 
     def exchange(
