@@ -110,7 +110,10 @@ class MessageChecks:
             raise _impossible(node.name, "only shards report estates, and only workers redo pushes")
         if (beat.backed_up or beat.HasField("resharded")) and node.role != "shard":
             raise _impossible(node.name, "only shards have backups, or get chunks of others")
-        if any(worker_rank(one.sender) is None or one.gradients > MAX_COUNT for one in beat.estates):
+        ranks = [worker_rank(one.sender) for one in beat.estates]
+        if any(rank is None or rank >= self._num_workers for rank in ranks) or any(
+            one.gradients > MAX_COUNT for one in beat.estates
+        ):
             raise _impossible(node.name, "an estate; expected those of workers, with up to 2^53 gradients")
         names = (name for estate in beat.estates for push in estate.pushes for name in push.batches)
         for ref in map(ref_of, names):
