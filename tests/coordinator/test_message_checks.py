@@ -76,6 +76,23 @@ BEATS = {
         "worker-0",
         v1.Beat(refused=[v1.Refused(batch=GOOD, samples=VERY_HUGE, in_a_row=1)]),
     ),
+    "blame by a worker": (
+        "worker-0",
+        v1.Beat(failure=v1.Failure(error="NonFiniteError", culprit="worker-1")),
+    ),
+    "blame of a shard": (
+        "shard-0",
+        v1.Beat(failure=v1.Failure(error="NonFiniteError", culprit="coordinator")),
+    ),
+    "an estate of no worker": ("shard-0", v1.Beat(estates=[v1.Estate(sender="shard-0", gradients=1)])),
+    "an estate of a rank that is not": (
+        "shard-0",
+        v1.Beat(estates=[v1.Estate(sender="worker-2", gradients=1)]),
+    ),
+    "an estate of too much": (
+        "shard-0",
+        v1.Beat(estates=[v1.Estate(sender="worker-1", gradients=VERY_HUGE)]),
+    ),
     "a verdict of a worker": ("worker-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0])])),
     "a verdict on no round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=8, ranks=[0])])),
     "a verdict on a huge round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=VERY_HUGE, ranks=[0])])),
