@@ -390,9 +390,14 @@ def test_a_certificate_that_has_expired_makes_no_connection(monkeypatch: pytest.
         call(endpoint("worker-0", expired), endpoint("coordinator", old.issue("coordinator")))
 
 
-@pytest.mark.parametrize(("shift", "what"), [("LIFE", "has expired"), ("SKEW", "is not valid yet")])
-def test_a_clock_that_is_days_off_is_named(shift: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, shift, -datetime.timedelta(days=3))
+@pytest.mark.parametrize(
+    ("skew_days", "life_days", "what"), [(6, -3, "has expired"), (-3, 6, "is not valid yet")]
+)
+def test_a_clock_that_is_days_off_is_named(
+    skew_days: int, life_days: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "SKEW", datetime.timedelta(days=skew_days))
+    monkeypatch.setattr(certificates, "LIFE", datetime.timedelta(days=life_days))
     other = CertificateAuthority()
     with pytest.raises(
         PeerLostError, match=f"its certificate {what} by the clock of this machine, which shows 20"

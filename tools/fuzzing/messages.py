@@ -35,12 +35,13 @@ from gradstream.errors import GradstreamError
 from gradstream.memory import Memory
 from gradstream.optim import SGD
 from gradstream.run.remote.members import MachineMembers
-from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.instructions import Acknowledge, Apply, Parked
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
+from gradstream.strategies.ssp import Clocked
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
 from gradstream.transport.base import Identity
@@ -233,19 +234,20 @@ def _keep(data: bytes) -> None:
 # ---- a shard ------------------------------------------------------------------------------
 
 
-def _shard() -> tuple[Inspection, ShardState, SynchronousRound]:
-    chunks, rule = ChunkMap(100, 64, 1), SynchronousRound(1, "mean")
+def _shard(rule: AggregationRule) -> tuple[Inspection, ShardState]:
+    chunks = ChunkMap(100, 64, 1)
     state = ShardState(chunks.chunks_of(0), rule, workers=WORKERS)
     optimizer = SGD(lr=1.0, momentum=0.9)
     store = ShardStore(Memory(), chunks, 0, torch.float32, optimizer)
     config = ShardConfig(0, 1, rule, optimizer, workers=WORKERS)
     inspection = Inspection(Identity("job", "shard-0", 1), store, Counter(), config)
-    return inspection, state, rule
+    return inspection, state
 
 
 def _push(data: bytes) -> None:
     """What `PushHandler` does, but for the arithmetic: contributions go up to their acknowledgement."""
-    inspection, state, rule = _shard()
+    rule = SynchronousRound(1, "mean")
+    inspection, state = _shard(rule)
     who, request = _who(data), v1.Push.FromString(data[1:])
     inspection.check_push(v1.Open(sender=who), request)
     for chunk in state.chunks:
@@ -279,7 +281,7 @@ def _push(data: bytes) -> None:
 
 
 def _fetch(data: bytes) -> None:
-    inspection, state, _ = _shard()
+    inspection, state = _shard(SynchronousRound(1, "mean"))
     who, request = _who(data), v1.Fetch.FromString(data[1:])
     inspection.check_fetch(who, request)
     terms = FetchTerms(
@@ -291,7 +293,7 @@ def _fetch(data: bytes) -> None:
 
 
 def _command(data: bytes) -> None:
-    inspection, state, _ = _shard()
+    inspection, state = _shard(Clocked())
     who, request = _who(data), v1.Command.FromString(data[1:])
     inspection.check_command(who, request)
     if request.kind == v1.Command.ENTER:
@@ -350,7 +352,7 @@ DECODERS = (
     _message(
         "command",
         _command,
-        v1.Command(kind=v1.Command.ENTER, clock=3),
+        v1.Command(kind=v1.Command.ENTER, clock=3, sequence=1),
         v1.Command(kind=v1.Command.LEAVE, sequence=4),
     ),
     _message("enrol", _enrol, v1.Enrol(machine="m", facts={"torch": "1"}, address="10.0.0.2")),

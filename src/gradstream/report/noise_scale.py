@@ -104,7 +104,7 @@ def noise_scale_of(events: Iterable[EventDict]) -> tuple[float | None, str, list
         each round with a value.
     """
     events = list(events)
-    num_samples = next((one["num_samples"] for one in events if one["event"] == "started"), None)
+    num_samples = next((one.get("num_samples") for one in events if one["event"] == "started"), None)
     estimate, points = NoiseScale(population=num_samples or math.inf), list[tuple[int, float, float]]()
     rounds = rounds_of(events)
     for one in rounds:
