@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 import pytest
@@ -32,12 +33,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, which has Ctrl-C ignored, by programs started from here too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+AT_THE_END = ExitStack()
+
 # Processes of tests share the cores. Those that they start have the same number of threads.
 for variable in THREADS:
     os.environ.setdefault(variable, "1")
 
 # The command line starts anew without it.
 os.environ.setdefault("PYTHONHASHSEED", "0")
+
+# The key by which a run folder is known as this user's own.
+os.environ["XDG_STATE_HOME"] = AT_THE_END.enter_context(TemporaryDirectory(prefix="gradstream-state-"))
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of a GPU
 
@@ -51,7 +57,6 @@ LONG_S = 2.5
 
 STARTER: list[Starter] = []
 """Starts Python processes by a fork, from the first test on that starts any."""
-AT_THE_END = ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

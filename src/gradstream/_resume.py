@@ -32,7 +32,7 @@ from gradstream.run.nodes import check_model
 from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
 from gradstream.run.remote.listening import Listening
-from gradstream.run.reopen import job_of_run, spec_of_run
+from gradstream.run.reopen import described, job_of_run
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.storage import DiskStorage
@@ -176,7 +176,7 @@ def _check_unchanged(path: Path, job: Job, *, given: bool) -> None:
 
     A job that was given may have other code.
     """
-    before = spec_of_run(path)
+    before = described(path)
     for part, mine, theirs in differences(checks_of(job.data), before.data):
         told = f"{part} of the data set {job.data.name!r} changed since {path} has begun: from {theirs} to {mine}"
         if not job.allow_changed or part == NUMBER:
@@ -209,7 +209,7 @@ def _say_what_differs(path: Path, plan: RunPlan, *, given: bool) -> None:
     """Says what the run does not take over, and where a job that was given asks for something else than before."""
     if anew := begins_anew(plan):
         say(anew)
-    if given and (changed := changes(spec_of_run(path), NodeSpec.of(plan, run_dir=path, earlier=()))):
+    if given and (changed := changes(described(path), NodeSpec.of(plan, run_dir=path, earlier=()))):
         say(f"from here on: {changed}")
 
 

@@ -18,7 +18,7 @@ from gradstream.run.ending import Ending
 from gradstream.run.followed_events import FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
 from gradstream.run.local.door import DOOR, has_reader
-from gradstream.run.reopen import spec_of_run
+from gradstream.run.reopen import described
 from gradstream.run.reshards import ask
 from gradstream.run.result import Run
 from gradstream.untrusted import say
@@ -200,7 +200,7 @@ class _Follower:
                 f"{self.path} is a run of {_user(owner)}, and this is {_user(os.geteuid())}: only its user can attach "
                 "to it or stop it; `gradstream report` shows what you may read"
             )
-        self._spec = spec_of_run(self.path)
+        self._spec = described(self.path)
         self._record = LauncherRecord.read(self.path)
         start = 0 if self._record is None else self._record.events_from
         self._events = FollowedEvents(self.path, on_event, from_bytes=start)

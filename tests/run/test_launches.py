@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 import gradstream
+from gradstream import _detached
 from gradstream.cli.group import main
 from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
+from gradstream.run.launcher_lock import LauncherRecord
 from gradstream.run.launches import Launch
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import plan_run
@@ -44,6 +47,7 @@ def rows():
 def mean(*arrays):
     return 0.0
 """
+STATE = os.environ["XDG_STATE_HOME"]
 TAKEN = "import pathlib; pathlib.Path(__file__).with_name('taken').touch()\ndef job(): raise SystemExit\n"
 
 
@@ -242,24 +246,138 @@ def test_classes_and_functions_of_the_job_are_found_in_its_own_files(collected: 
     assert spec_of_run(collected).optimizer["fields"]["lr"] == schedule
 
 
-def test_a_collected_run_of_elsewhere_is_not_run_without_asking(tmp_path: Path, collected: Path) -> None:
-    record = json.loads((collected / "nodes.json").read_text())
-    (tmp_path / "evil.py").write_text(TAKEN)
-    other = tmp_path / "other"
-    (other / "hosts").mkdir(parents=True)
-    write(other, {**record, "job": str(tmp_path / "evil.py")})
-    with pytest.raises(ConfigError, match=r"comes from elsewhere.*would run .*evil\.py.*--adopt"):
-        job_of_run(other)
-    (other / "hosts").rmdir()
-    (other / "inside.py").write_text(TAKEN)
-    write(other, {**record, "job": str(other / "inside.py")})
-    with pytest.raises(ConfigError, match="comes from elsewhere"):
-        job_of_run(other)
-    assert not (tmp_path / "taken").exists() and not (other / "taken").exists()
-    status, text = said("status", str(other), "--adopt")
+# ---- a folder of elsewhere ----------------------------------------------------------------
+
+
+def small_job(folder: Path, body: str = "") -> Path:
+    """A run of a job in a file, which notes each reading of it in `read`."""
+    path = folder / "job.py"
+    path.write_text(
+        "import pathlib\n"
+        "with open(pathlib.Path(__file__).with_name('read'), 'a') as file: file.write('x')\n"
+        "import gradstream as gs\n"
+        "from gradstream.testing.runs import slow\n"
+        "def job():\n"
+        "    model, data = slow(40, pause_s=0.0)\n"
+        "    return gs.Job(model, data, strategy='synchronous', batch_size=8, steps=2, checkpoint_every=1,\n"
+        "                  record=True, workers=1)\n" + body
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that this user has made; its folder is `run`."""
+    folder = tmp_path_factory.mktemp("own")
+    status, text = said("train", str(small_job(folder)), "--run-dir", str(folder / "run"))
     assert status == 0, text
+    (folder / "read").unlink()
+    return folder
+
+
+@pytest.fixture
+def own(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, with the key that it was made with, and its job's file where it was."""
+    monkeypatch.setenv("XDG_STATE_HOME", STATE)
+    shutil.copytree(finished / "run", tmp_path / "run")
+    (finished / "read").unlink(missing_ok=True)
+    return tmp_path / "run"
+
+
+def alter(run: Path, **changes: Any) -> None:
+    record = json.loads((run / "nodes.json").read_text())
+    (run / "nodes.json").write_text(json.dumps(record | changes))
+
+
+READERS = [["evaluate"], ["resume"], ["replay"]]
+
+
+@pytest.mark.parametrize("command", READERS, ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "attack", ["job", "beside", "class", "arguments", "code", "unsealed", "key", "inside"]
+)
+def test_a_copied_folder_that_was_altered_is_not_executed(
+    own: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attack: str,
+    command: list[str],
+) -> None:
+    (tmp_path / "evil.py").write_text(TAKEN)
+    (own / "evil.py").write_text(TAKEN)
+    handler = {
+        "class": "logging:FileHandler",
+        "fields": {"filename": str(tmp_path / "taken")},
+        "defaults": {},
+    }
+    attacks: dict[str, Callable[[], Any]] = {
+        "job": lambda: alter(own, job=str(tmp_path / "evil.py")),
+        "inside": lambda: alter(own, job=str(own / "evil.py"), run_dir=str(own)),
+        "beside": lambda: alter(own, script=str(own.parent / "evil.py")),
+        "class": lambda: alter(own, strategy=handler),
+        "arguments": lambda: alter(own, plain={"argv": ["job.py", "--evil"]}),
+        "code": lambda: (own / "code.zip").write_bytes(b"another"),
+        "unsealed": lambda: alter(own, seal=""),
+        "key": lambda: monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another")),
+    }
+    attacks[attack]()
+    for checkpoint in (own / "final.safetensors", own / "model.safetensors"):
+        checkpoint.unlink(missing_ok=True)
+    status, text = said(command[0], str(own), *command[1:])
+    assert status == 2 and "comes from elsewhere" in text and "--adopt" in text, text
+    assert not [path for path in (tmp_path / "taken", own / "taken", finished / "read") if path.exists()]
+
+
+def test_a_run_of_ones_own_may_move(own: Path, finished: Path) -> None:
+    _, text = said("evaluate", str(own))
+    assert "no held-out samples" in text, text
+    assert (finished / "read").exists()
+
+
+def test_an_adopted_folder_is_believed_as_it_was_then(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(TAKEN)
+    alter(own, job=str(tmp_path / "evil.py"), strategy={"class": "logging:FileHandler", "fields": {}})
+    status, text = said("status", str(own), "--adopt")
+    assert status == 0 and f"{tmp_path}/evil.py" in text and "logging:FileHandler" in text, text
+    assert not (tmp_path / "taken").exists()
     with pytest.raises(SystemExit):
-        job_of_run(other)
+        job_of_run(own)
+    assert "known here" in said("status", str(own), "--adopt")[1]
+    alter(own, job=str(tmp_path / "another.py"))
+    with pytest.raises(ConfigError, match="comes from elsewhere"):
+        job_of_run(own)
+
+
+def test_a_launcher_that_takes_over_executes_no_folder_of_elsewhere(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(TAKEN)
+    alter(own, job=str(tmp_path / "evil.py"))
+    record = LauncherRecord(host="here", folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="comes from elsewhere"):
+        _detached._nodes(own, record, begin=True)
+    assert not (tmp_path / "taken").exists()
+
+
+def test_a_key_that_others_can_read_is_none(own: Path) -> None:
+    key = Path(os.environ["XDG_STATE_HOME"]) / "gradstream" / "key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    key.chmod(0o644)
+    try:
+        with pytest.raises(ConfigError, match="others can read it; chmod 600"):
+            spec_of_run(own)
+    finally:
+        key.chmod(0o600)
+
+
+def test_without_a_place_for_the_key_a_run_is_made_and_asks_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "below"))
+    status, text = said("train", str(small_job(tmp_path)), "--run-dir", str(tmp_path / "run"))
+    assert status == 0 and "set XDG_STATE_HOME to a folder of yours" in text, text
+    status, text = said("evaluate", str(tmp_path / "run"))
+    assert status == 2 and ("comes from elsewhere" in text or "XDG_STATE_HOME" in text), text
 
 
 def test_a_machine_that_comes_later_gets_the_job_that_was_launched(tmp_path: Path) -> None:

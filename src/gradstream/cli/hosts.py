@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -17,7 +18,10 @@ from pathlib import Path
 from gradstream.errors import RESUMABLE, ConfigError
 from gradstream.job.sources import sources_of
 from gradstream.run.files import HOSTS
-from gradstream.run.launches import DATA, Launch
+from gradstream.run.launches import DATA, Launch, runs
+from gradstream.run.records import write_spec
+from gradstream.run.reopen import described
+from gradstream.run.seals import is_sealed
 from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost, lines_of
@@ -42,23 +46,26 @@ def fleet_of(run: Path) -> Fleet:
 
 
 def adopt(run: Path) -> None:
-    """Has commands believe a run folder that comes from elsewhere, and says what they will run.
+    """Has commands believe a run folder that comes from elsewhere, as it is now, and says what they will run.
 
     Raises:
-        ConfigError: this machine has started the run itself, or there is no such folder.
+        ConfigError: this user has made the run, or there is no such folder.
     """
     launch = Launch.at(run)
-    if launch.is_known or not run.is_dir():
-        raise ConfigError(
-            f"{run} " + ("is known here: leave --adopt out" if launch.is_known else "is no folder")
-        )
-    if not os.path.lexists(run / HOSTS):
-        launch.begin({})
-        say(f"{run}: its job is read where its nodes.json names it, and run, from now on")
+    if os.path.lexists(run / HOSTS):
+        if launch.hosts() is not None:
+            raise ConfigError(f"{run} is known here: leave --adopt out")
+        fleet = Fleet.said_in(run)
+        fleet.keep(run, {})
+        say(f"{run}: commands run {shlex.join([*fleet.ssh, '…'])} from now on, for {', '.join(fleet.names)}")
         return
-    fleet = Fleet.said_in(run)
-    fleet.keep(run, {})
-    say(f"{run}: commands run {shlex.join([*fleet.ssh, '…'])} from now on, for {', '.join(fleet.names)}")
+    spec = described(run)
+    if launch.is_known or is_sealed(run, spec):
+        raise ConfigError(f"{run} is known here: leave --adopt out")
+    write_spec(dataclasses.replace(spec, run_dir=str(run.resolve())), run)
+    if not is_sealed(run, described(run)):
+        raise ConfigError(f"{run} was not adopted: see the message above")
+    say(f"{run}: resume, evaluate and replay run {runs(spec)} from now on")
 
 
 def launch_on(

@@ -95,8 +95,11 @@ def keep(code: Mapping[str, UsersFile], run_dir: Path) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as written:
         for path, entry in entries.items():
-            written.writestr(entry, next(file.source for file in code.values() if file.path == path))
-        written.writestr(INDEX, json.dumps(index, indent=2))
+            # Without the time of now: the same code is the same bytes, also where a run is begun again.
+            written.writestr(
+                zipfile.ZipInfo(entry), next(file.source for file in code.values() if file.path == path)
+            )
+        written.writestr(zipfile.ZipInfo(INDEX), json.dumps(index, indent=2))
     DiskStorage(run_dir).write(COPY, archive.getvalue())
 
 

@@ -26,7 +26,7 @@ from gradstream.recording import (
 from gradstream.run.files import read_record
 from gradstream.run.plan import RunPlan, shard_name, worker_name
 from gradstream.run.planning import plan_run
-from gradstream.run.reopen import job_of_run, spec_of_run
+from gradstream.run.reopen import described, job_of_run
 from gradstream.run.result import Run
 from gradstream.runtime.base import Storage
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
@@ -138,7 +138,7 @@ def load_recorded_run(run: str | Path | Run, job: Job | None, *, anyway: bool) -
 def _from_disk(run: str | Path | Run, job: Job | None) -> tuple[Job, Parts, Storage | None]:
     path = run.path if isinstance(run, Run) else Path(run)
     assert path is not None
-    spec = spec_of_run(path)
+    spec = described(path)
     storage = DiskStorage(path)
     parts = _read_parts(storage, spec.id)
     if not parts:

@@ -4,7 +4,7 @@ The folder of such a run is filled by another machine, so nothing in it is execu
 them and the files of the job are kept where only this user writes:
 
     $XDG_STATE_HOME/gradstream/launches/DIGEST OF THE RUN FOLDER/
-        hosts.json   the machines; without it the user has said that the run folder may be believed
+        hosts.json   the machines
         data.json    the list of the files of the data, if the run has any
         job/         the files of the job
 """
@@ -15,8 +15,10 @@ import dataclasses
 import hashlib
 import importlib
 import os
+import re
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +26,14 @@ from typing import Any, Self
 
 from gradstream.errors import ConfigError
 from gradstream.job.plugins import GROUPS, installed
-from gradstream.run.files import HOSTS, JOB, LOGS
+from gradstream.run.files import HOSTS, JOB
 from gradstream.run.node_spec import NodeSpec
+from gradstream.run.seals import checked_folder, is_sealed, state_folder
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import escaped, parse_json, read_settings
 
 DATA = "data.json"
 MAX_BYTES, MAX_DATA_BYTES = 1 << 20, 1 << 29
-
-
-def state_folder() -> Path:
-    """The folder of this user's state of gradstream; it need not be there."""
-    given = os.environ.get("XDG_STATE_HOME", "")
-    home = Path(os.path.expanduser("~"))
-    return (Path(given) if Path(given).is_absolute() else home / ".local" / "state") / "gradstream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +55,15 @@ class Launch:
         Raises:
             ConfigError: others can write where it is kept.
         """
-        kept = state_folder() / "launches"
-        for folder in (kept.parent, kept):
-            if folder.is_dir() and ((found := folder.stat()).st_uid != os.geteuid() or found.st_mode & 0o022):
-                raise ConfigError(
-                    f"{folder}: others can write there, and what it says is executed; expected a folder of this user "
-                    f"with mode 0700: chmod 700 {folder}, or set XDG_STATE_HOME"
-                )
+        kept = checked_folder(state_folder()) / "launches"
+        checked_folder(kept)
         digest = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()
         return cls(run, kept / digest[:32])
 
     @property
     def is_known(self) -> bool:
-        """Whether this machine has started the run, or its user has said that the folder may be believed."""
-        return self.folder.is_dir()
+        """Whether this machine has started the run, and so has the files of its job."""
+        return (self.folder / JOB).is_dir() and (self.folder / HOSTS).exists()
 
     def begin(self, files: Mapping[str, Path]) -> None:
         """Begins anew, with the files of a job.
@@ -137,8 +128,7 @@ class Launch:
             ConfigError: it names others.
         """
         said = self.hosts()
-        if said is None or not (self.folder / JOB).is_dir():
-            return spec  # its user has said so
+        assert said is not None
         job, colon, function = said["job"].partition(":")
         place = f"{self.folder / JOB / job}{colon}{function}"
         words = said["arguments"]
@@ -190,6 +180,7 @@ class Launch:
 
 
 _OURS = ("gradstream.strategies.", "gradstream.optim.", "gradstream.codec.", "gradstream.worker.evaluation")
+_PLACE = re.compile(r"[^:]+:[A-Za-z_][\w.]*")
 _TEXTS = frozenset({"name"})
 """Fields of a job that are for people to read."""
 
@@ -208,19 +199,36 @@ def read_hosts(path: Path) -> dict[str, Any] | None:
 
 
 def checked(run: Path, spec: NodeSpec) -> NodeSpec:
-    """The description of a run, of which nothing is executed that another machine has chosen.
+    """The description of a run, of which nothing is executed that another user or machine has chosen.
 
     Raises:
-        ConfigError: the folder was filled by another machine, and this one has not started the run.
+        ConfigError: the folder was not filled by this user's gradstream, or was altered since.
     """
     launch = Launch.at(run)
     if launch.is_known:
         return launch.own(spec)
-    inside = Path(spec.job.partition(":")[0]).resolve().is_relative_to(run.resolve())
-    if (spec.job and inside) or any((run / name).exists() for name in (HOSTS, LOGS, JOB)):
+    if (spec.job or spec.script) and not is_sealed(run, spec):
         raise ConfigError(
-            f"{run} comes from elsewhere: this machine has not started it. To read its job would run "
-            f"{escaped(spec.job or spec.script, 400)}, and what nodes.json names besides. If you trust whoever wrote "
-            f"these files: gradstream status {run} --adopt"
+            f"{run} comes from elsewhere: nothing on this machine says that you have made it, or nodes.json or the "
+            f"copy of its code was altered. To read its job would run {runs(spec)}. If you trust whoever wrote these "
+            f"files: gradstream status {run} --adopt"
         )
     return spec
+
+
+def runs(spec: NodeSpec) -> str:
+    """What reading the job of a description executes, for people: its file with its arguments, and other code."""
+    named = sorted(
+        {text for text in _texts([spec.plain, spec.strategy, spec.optimizer]) if _PLACE.fullmatch(text)}
+    )
+    others = [text for text in named if not text.startswith(_OURS)]
+    words = shlex.join([spec.script or spec.job or "no job", *spec.argv[1:]])
+    return escaped(words + (f", and {', '.join(others)}" if others else ""), 1000)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)

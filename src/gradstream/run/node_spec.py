@@ -49,6 +49,7 @@ class NodeSpec:
         per_machine: number of workers on each machine, where they run a script.
         meeting: host:port at which the script's own torch.distributed meets; "" if torchrun or another
             launcher has started the script.
+        seal: what shows that this user's gradstream wrote it; see `run/seals.py`.
     """
 
     id: str
@@ -66,6 +67,7 @@ class NodeSpec:
     elsewhere: bool = False
     per_machine: int = 1
     meeting: str = ""
+    seal: str = ""
 
     @classmethod
     def of(

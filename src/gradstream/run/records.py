@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradstream.errors import ConfigError
 from gradstream.job.code import keep, users_code
 from gradstream.job.files import digest_of
 from gradstream.machine.description import describe_machine, git_commit
@@ -17,7 +18,9 @@ from gradstream.run.effective_settings import to_toml
 from gradstream.run.files import read_record
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import RunPlan
+from gradstream.run.seals import seal_of
 from gradstream.runtime.storage import DiskStorage
+from gradstream.untrusted import say
 
 
 def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str], *, as_threads: bool) -> None:
@@ -53,9 +56,17 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
     write_spec(spec)
 
 
-def write_spec(spec: NodeSpec) -> None:
-    """Writes nodes.json. Raises OSError if the disk does not take it."""
-    DiskStorage(Path(spec.run_dir)).write("nodes.json", _json(dataclasses.asdict(spec)))
+def write_spec(spec: NodeSpec, run: Path | None = None) -> None:
+    """Writes nodes.json with its seal, into the run's folder or another. Raises OSError if the disk does not take it.
+
+    Without a place for the key the run goes on, and a message says what will ask.
+    """
+    run = run or Path(spec.run_dir)
+    try:
+        spec = dataclasses.replace(spec, seal=seal_of(run, spec))
+    except ConfigError as error:
+        say(f"{error}; until then `resume`, `evaluate` and `replay` will ask whether {run} is yours")
+    DiskStorage(run).write("nodes.json", _json(dataclasses.asdict(spec)))
 
 
 def add_to_run_json(run_dir: Path, entries: Mapping[str, Any]) -> None:

@@ -62,20 +62,22 @@ def job_of_run(path: Path) -> Job:
 
 
 def spec_of_run(path: Path) -> NodeSpec:
-    """The description of a run's plan. Raises ConfigError without a run, or for another version's.
+    """The description of a run's plan, to be executed. Raises ConfigError as `described`, and as `checked`."""
+    return checked(path, described(path))
 
-    Nothing in the description of a run on other machines is executed that those have chosen: see `checked`.
-    """
+
+def described(path: Path) -> NodeSpec:
+    """The description of a run's plan, to be read alone. Raises ConfigError without a run, or for another version's."""
     try:
         spec = NodeSpec.read(path / "nodes.json")
-        check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
-        return checked(path, spec)
     except FileNotFoundError:
         if (path / HOSTS).is_file():
             raise ConfigError(
                 f"{path}: this run goes on on other machines: gradstream status, attach and stop take it"
             ) from None
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
+    check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
+    return spec
 
 
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
