@@ -16,8 +16,10 @@ what an import does, have the marker `cold`. `pytest --cold` starts every proces
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -41,6 +43,9 @@ APPLIED = ("PYTHONPATH",)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNET = 0x40000000
 MOST_BYTES = 1 << 17
+FLAGS = ("-u", "-P")
+MOST_KEPT, HIGHEST = 4, 512
+"""File descriptors that a command may keep besides the first three, and the least number of those in transit."""
 FORKSERVER = "gradstream.run.local.forkserver"
 COMMON = (
     "gradstream.run.script", "gradstream.run.remote.machine_rendezvous", "gradstream.cli.machines",
@@ -87,7 +92,9 @@ class Starter:
         """Starts a process and returns its id; takes what `subprocess` gives to `_fork_exec`."""
         order = self._order([os.fsdecode(arg) for arg in args], *rest) if self.enabled else None
         said = json.dumps(order).encode()
-        return self._anew(args, *rest) if order is None or len(said) > MOST_BYTES else self._fork(said, rest)
+        if order is None or len(said) > MOST_BYTES:
+            return self._anew(args, *rest)
+        return self._fork(said, rest, order["keep"])
 
     def _order(
         self,
@@ -102,8 +109,8 @@ class Starter:
         """What the warm process has to know; None where it cannot start this command."""
         *fds, restore, new_session, group, gid, groups, uid, umask, prepare = rest[:16]
         args, machine = on_machine(args)
-        unbuffered = args[1:2] == ["-u"]
-        args = [args[0], *args[1 + unbuffered :]]
+        flags = list(itertools.takewhile(FLAGS.__contains__, args[1:]))
+        args = [args[0], *args[1 + len(flags) :]]
         environment = dict(os.environ)
         if env is not None:
             pairs = (os.fsdecode(pair).partition("=") for pair in env)
@@ -114,7 +121,8 @@ class Starter:
             and (args[1] in ("-c", "-m") or args[1].endswith(".py"))
             and close_fds
             and restore
-            and keep == (fds[7],)  # the pipe for errors of exec()
+            and fds[7] in keep  # the pipe for errors of exec()
+            and len(keep) <= 1 + MOST_KEPT
             and [group, gid, groups, uid, umask, prepare] == [-1, None, None, None, -1, None]
             and (cwd is None or os.path.isdir(cwd))
             and all(environment.get(name) == self._environment.get(name) for name in THREADS)
@@ -128,7 +136,8 @@ class Starter:
         limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
         return {
             "argv": args[1:],
-            "unbuffered": unbuffered,
+            "flags": flags,
+            "keep": [fd for fd in keep if fd != fds[7]],
             "machine": machine,
             "cwd": os.fsdecode(cwd or os.getcwd()),
             "environment": environment,
@@ -137,9 +146,10 @@ class Starter:
             "cores": sorted(os.sched_getaffinity(0)),
         }
 
-    def _fork(self, order: bytes, rest: tuple[Any, ...]) -> int:
+    def _fork(self, order: bytes, rest: tuple[Any, ...], keep: list[int]) -> int:
         p2cread, _, _, c2pwrite, _, errwrite = rest[5:11]
         fds = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        fds += keep
         with self._lock:
             # The process that forks it ends at once, and it becomes a child of this one.
             libc("prctl", PR_SET_CHILD_SUBREAPER, 1)
@@ -200,7 +210,7 @@ def main(fd: int) -> None:
     while connection is not None:
         order = next_order(connection)
         connection = begin(order, environment)
-    run(order["argv"])
+    run(order["argv"], safe_path="-P" in order["flags"])
 
 
 def next_order(connection: socket.socket) -> Order:
@@ -208,7 +218,7 @@ def next_order(connection: socket.socket) -> Order:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these are for the programs
     while True:
-        data, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, 3)
+        data, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, 3 + MOST_KEPT)
         if not data:
             os._exit(0)
         read, write = os.pipe()
@@ -218,11 +228,10 @@ def next_order(connection: socket.socket) -> Order:
             pid = os.fork()
             if pid == 0:
                 os.read(wait, 1)  # a program may look at once who its parent is
-                for own, given in enumerate(fds):
-                    os.dup2(given, own)
+                order = dict(json.loads(data))
                 connection.detach()
-                os.closerange(3, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else 4096)
-                return dict(json.loads(data))
+                take(fds, [0, 1, 2, *order["keep"]])
+                return order
             os.write(write, str(pid).encode())
             os._exit(0)
         os.waitpid(between, 0)
@@ -230,6 +239,15 @@ def next_order(connection: socket.socket) -> Order:
         connection.send(os.read(read, 64))
         for each in (*fds, read, write, wait, go):
             os.close(each)
+
+
+def take(fds: list[int], numbers: list[int]) -> None:
+    """Gives file descriptors their numbers, and closes all others."""
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, HIGHEST) for fd in fds]
+    os.closerange(0, HIGHEST)
+    for fd, number in zip(above, numbers, strict=True):
+        os.dup2(fd, number)
+    os.closerange(HIGHEST, 2 * HIGHEST)
 
 
 def begin(order: Order, environment: dict[str, str]) -> socket.socket | None:
@@ -273,20 +291,21 @@ def begin(order: Order, environment: dict[str, str]) -> socket.socket | None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    if order["unbuffered"]:
+    if "-u" in order["flags"]:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # of this process's start
     return None
 
 
-def run(argv: list[str]) -> None:
-    """Runs `python ARGV` in this process, up to its end."""
+def run(argv: list[str], safe_path: bool) -> None:
+    """Runs `python ARGV` in this process, up to its end; with a safe path as by -P."""
     names = sys.modules["__main__"].__dict__
     for name in set(names) - {"__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"}:
         del names[name]
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
-        sys.path.insert(0, os.getcwd())
+        if not safe_path:
+            sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]  # what the interpreter calls
         return
     if argv[0] == "-c":

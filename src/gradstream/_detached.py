@@ -30,7 +30,7 @@ from gradstream.errors import (
 )
 from gradstream.run.launcher_lock import FILE, LauncherRecord, launcher_lock
 from gradstream.run.local.door import DOOR
-from gradstream.run.local.link import ForkserverLink, python_environment
+from gradstream.run.local.link import ForkserverLink, python_environment, there
 from gradstream.run.local.node_log import log_stream
 from gradstream.run.local.signals import StopSignals
 from gradstream.untrusted import escaped
@@ -48,11 +48,12 @@ START_S = 60.0
 TAIL_BYTES = 2048
 
 
-def start_launcher(run_dir: Path, *, begin: bool) -> None:
+def start_launcher(run_dir: Path, *, begin: bool, cwd: str | None = None) -> None:
     """Starts a launcher. Returns once the run has one: this one, or another that was faster.
 
     Args:
         run_dir: directory of the run, with its nodes.json.
+        cwd: see `Job.cwd`.
         begin: whether it starts the nodes; otherwise it takes over those of a launcher that has died, if any live.
 
     Raises:
@@ -72,6 +73,7 @@ def start_launcher(run_dir: Path, *, begin: bool) -> None:
             stdout=subprocess.PIPE,
             stderr=output,
             env=python_environment({}),
+            cwd=there(cwd),
             start_new_session=True,
         )
     finally:

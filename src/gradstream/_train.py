@@ -21,6 +21,7 @@ from gradstream.job.descriptions import check_places
 from gradstream.job.files import Asked, intercept, job_of, script_of_caller
 from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, spread_out
 from gradstream.job.phase_jobs import measured_first
+from gradstream.job.sources import STARTED_IN
 from gradstream.job.validation import check_script
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
@@ -119,7 +120,8 @@ def train(
             )
     spec = _place(job, processes if listen is None and not detach else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
-    job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, name=name)
+    cwd = STARTED_IN if job.spec is None else job.cwd
+    job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, cwd=cwd, name=name)
     if detach:
         check_detached(processes, on_event, listen)
     listening = _listening(listen, wait)
@@ -216,7 +218,7 @@ def launch(
     )
     if detach:
         Preparation(plan, run_dir, options).write_files()
-        start_launcher(run_dir, begin=True)
+        start_launcher(run_dir, begin=True, cwd=plan.job.cwd)
         run = Run.load(run_dir)
     else:
         run = run_nodes(plan, run_dir, options)

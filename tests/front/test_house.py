@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -53,6 +54,24 @@ def all_faults(name: str) -> Iterator[str]:
     names = getattr(module, "__all__", ())
     yield from (f"{name}: {twice} twice in __all__" for twice in set(names) if names.count(twice) > 1)
     yield from (f"{name}: no {absent}, which __all__ has" for absent in names if not hasattr(module, absent))
+
+
+def started_modules(where: str, text: str) -> Iterator[str]:
+    """Where a process of Python would import modules from the folder in which it is started: `-m` without `-P`."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.List | ast.Tuple):
+            continue
+        words = [one.value if isinstance(one, ast.Constant) else ast.unparse(one) for one in node.elts]
+        yield from (
+            f"{where}:{node.lineno}: -m without -P"
+            for before, word in itertools.pairwise(words)
+            if word in ("-m", "-c") and before != "-P" and before in ("sys.executable", "python")
+        )
+
+
+def test_no_process_imports_from_the_folder_that_it_is_started_in() -> None:
+    assert list(started_modules("planted", '[sys.executable, "-m", "x"]'))
+    fail_with(fault for path in FILES for fault in started_modules(name_of(path), path.read_text()))
 
 
 def test_nothing_executes_what_it_reads() -> None:

@@ -83,12 +83,20 @@ def test_a_script_finds_the_modules_beside_it_from_any_folder(tmp_path: Path) ->
 
 
 @pytest.mark.cold
-def test_a_module_of_a_package_that_runs_as_main_finds_its_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_module_of_a_package_that_runs_as_main_finds_its_package(tmp_path: Path, detach: bool) -> None:
     package = tmp_path / "project" / "mypackage"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "helpers.py").write_text("SCALE = 2.0\n")
-    (package / "train.py").write_text(SCRIPT.replace("from helpers_of_mine", "from mypackage.helpers"))
+    source = SCRIPT.replace("from helpers_of_mine", "from mypackage.helpers")
+    if detach:
+        source = source.replace("run = gs.train(", "gs.train(").replace("run_dir=", "detach=True, run_dir=")
+        source = (
+            source[: source.index("print(")]
+            + "print(gs.runs.attach(sys.argv[1]).summary['samples_accounted'])\n"
+        )
+    (package / "train.py").write_text(source)
     done = subprocess.run(
         [sys.executable, "-m", "mypackage.train", str(tmp_path / "run")],
         cwd=tmp_path / "project",
@@ -97,4 +105,4 @@ def test_a_module_of_a_package_that_runs_as_main_finds_its_package(tmp_path: Pat
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stdout.split()[-1] == "16", done.stderr

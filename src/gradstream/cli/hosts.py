@@ -30,6 +30,9 @@ from gradstream.run.ssh.places import add_machine, remove_machine, replace_machi
 from gradstream.run.ssh.run_files import collect, take_back
 from gradstream.untrusted import say, show
 
+LEFT_S = 10.0
+"""Longest wait for the end of a client of ssh whose output has ended."""
+
 FIRST_S = 10.0
 """Longest wait for the end of the first machine's process, once another one has failed before the first step."""
 
@@ -155,7 +158,10 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
             if line.startswith("step "):
                 begun.set()
             say(_as_here(line, fleet, run))
-        status = shown.wait()
+        try:
+            status = shown.wait(LEFT_S)  # its output has ended
+        except subprocess.TimeoutExpired:
+            status = NO_CONNECTION
     except KeyboardInterrupt:
         say(f"the run goes on: gradstream attach {run}, gradstream stop {run}")
         return 130

@@ -96,7 +96,7 @@ def print_rows(rows: Sequence[tuple[str, str]], console: Console | None = None) 
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         name, value = (escaped(text, TEXT_BYTES) for text in (name, value))
-        table.add_row(name, Text(value))
+        table.add_row(Text(name), Text(value))
         if not console.is_terminal:
             console.print(f"{name:{width}}  {value}", markup=False, soft_wrap=True)
     if console.is_terminal:

@@ -26,7 +26,7 @@ from typing import TypeAlias, cast
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.job.places import load_module
-from gradstream.job.sources import file_of, sha256_of
+from gradstream.job.sources import file_of, sha256_of, working_directory
 from gradstream.model.base import Model
 
 Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
@@ -113,7 +113,7 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence
         ConfigError: there is no such file or function, or it does not make a job.
         UserCodeError: the file has raised an error.
     """
-    argv = tuple(sys.argv if argv is None else argv)
+    argv, cwd = tuple(sys.argv if argv is None else argv), working_directory()
     place, colon, function = spec.rpartition(":")
     if not colon:
         place, function = spec, ""
@@ -124,7 +124,7 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence
             job = _from_file(path, function, earlier)
         else:
             job = _from_module(spec, place, function)
-    return dataclasses.replace(job, spec=f"{place}:{function}" if function else place, argv=argv)
+    return dataclasses.replace(job, spec=f"{place}:{function}" if function else place, argv=argv, cwd=cwd)
 
 
 def digest_of(spec: str) -> str:

@@ -156,6 +156,8 @@ class Job:
             Filled in by `load_job` and `train`.
         argv: command line that nodes find as `sys.argv` when they read the job file: the launcher's own.
             Filled in by `load_job` and `train`.
+        cwd: working directory in which nodes read the job file: that of the launcher before it read the file, which
+            may change it. Filled in by `load_job` and `train`.
         origins: origin of each value that is not the job file's, by key: "workers",
             "strategy.push_every". Filled in by `train` and `gradstream.job.settings`.
 
@@ -217,6 +219,7 @@ class Job:
     deadlines: Deadlines = field(default_factory=Deadlines)
     spec: str | None = None
     argv: Sequence[str] | None = None
+    cwd: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -156,3 +156,42 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def working_directory() -> str | None:
+    """The working directory of this process; None if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+STARTED_IN = working_directory()
+"""That of this process when it imported gradstream: a script may change it later, and does so again in each node."""
+
+
+_FOLDER: list[str] = []
+
+
+def users_folder() -> str:
+    """The folder from which this process imports the user's modules: that of the script, or of `python -m`.
+
+    "" where the process is one of gradstream's own: the folder in which somebody has typed a command is not meant.
+    """
+    if _FOLDER:
+        return _FOLDER[0]
+    main = sys.modules["__main__"]
+    name, file = getattr(main.__spec__, "name", ""), getattr(main, "__file__", "") or ""
+    ours = name.partition(".")[0] == "gradstream" or Path(file).parent == Path(sys.executable).parent
+    return "" if ours or sys.flags.safe_path or not sys.path else os.path.abspath(sys.path[0])
+
+
+def import_from(folder: str) -> None:
+    """Has this process import the user's modules as the one that has begun the run: from this `users_folder` too.
+
+    Called when gradstream's own modules are there: a user's `logging.py` is none for the standard library.
+    """
+    if folder:
+        _FOLDER[:] = [folder]
+        if folder not in sys.path:
+            sys.path.insert(0, folder)

@@ -7,8 +7,8 @@ from typing import Any
 
 from gradstream.run.node_spec import NodeSpec
 
-_NOT_ASKED = frozenset({"run_dir", "name", "chunk_elems"})
-"""Fields that say where a run is kept and what it is called, and one that a checkpoint has."""
+_NOT_ASKED = frozenset({"run_dir", "name", "chunk_elems", "cwd"})
+"""Fields that say where a run is kept and was started, what it is called, and one that a checkpoint has."""
 
 
 def changes(before: NodeSpec, now: NodeSpec) -> str:

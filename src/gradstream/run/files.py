@@ -29,13 +29,13 @@ BROUGHT = (
     "config.toml",
     "nodes.json",
     "events.jsonl",
-    "report.html",
     "checkpoints",
     "logs",
     "recording",
     "tensorboard",
 )
-"""Files and folders of a run directory that come from the machine where the run was. Others are of its processes."""
+"""Files and folders of a run directory that come from the machine where the run was. Others are of its processes, or
+made here, as `report.html`: a page is a program of whoever has written it."""
 
 _REMEDIES = {
     "run.json": "put it back from a copy, or write {} into it: it only says where and when the run was made",

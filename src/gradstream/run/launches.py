@@ -140,6 +140,7 @@ class Launch:
             job=place if spec.job else "",
             script=place if spec.script else "",
             earlier=(),
+            imports="",
             run_dir=str(self.run),
             plain={**texts, **self._own(given), "argv": argv, "run_dir": str(self.run)},
             strategy=self._own(spec.strategy),

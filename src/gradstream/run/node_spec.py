@@ -16,6 +16,7 @@ from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.job.registry import find_optimizer, find_strategy
+from gradstream.job.sources import import_from, users_folder
 from gradstream.run.files import read_record
 from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
@@ -49,6 +50,7 @@ class NodeSpec:
         per_machine: number of workers on each machine, where they run a script.
         meeting: host:port at which the script's own torch.distributed meets; "" if torchrun or another
             launcher has started the script.
+        imports: where the launcher imports the user's modules from; see `users_folder`.
         seal: what shows that this user's gradstream wrote it; see `run/seals.py`.
     """
 
@@ -67,6 +69,7 @@ class NodeSpec:
     elsewhere: bool = False
     per_machine: int = 1
     meeting: str = ""
+    imports: str = ""
     seal: str = ""
 
     @classmethod
@@ -103,6 +106,7 @@ class NodeSpec:
             per_machine=per_machine,
             meeting=meeting,
             hash_seed=hash_seed,
+            imports=users_folder(),
         )
 
     @classmethod
@@ -159,6 +163,7 @@ class NodeSpec:
                 f"{self.run_dir}: the job of this run was not in a file, so it cannot be loaded again; put the job "
                 "into a file, and begin a new run"
             )
+        import_from(self.imports)
         loaded = load_job(job, earlier=[Path(path) for path in self.earlier], argv=self.argv)
         # A class that is defined in the job file has no place: the fields of the file's own object are changed.
         strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])

@@ -113,7 +113,7 @@ class Preparation:
         if self._options.is_trial or self._options.detached is not None:
             yield
             return
-        record = LauncherRecord.here(events_from=events_from)
+        record = LauncherRecord.here(events_from=events_from, cwd=self._plan.job.cwd)
         with ExitStack() as stack:
             with self._writing():
                 stack.enter_context(launcher_lock(self._run_dir, record))
@@ -154,7 +154,8 @@ class Preparation:
             if options.as_threads:
                 return ThreadCluster(logs, partial(run_node, self._plan))
             plan = self._plan
-            return LocalCluster(logs, self._environment, shards=plan.most_servers > 0, split=plan.parts > 1)
+            shards, split = plan.most_servers > 0, plan.parts > 1
+            return LocalCluster(logs, self._environment, shards=shards, split=split, cwd=plan.job.cwd)
 
     def _check_memory(self) -> None:
         """Raises ConfigError if this machine's memory cannot hold so many processes, whatever the model."""

@@ -21,6 +21,7 @@ from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
+from gradstream.untrusted import TEXT_BYTES, escaped
 from gradstream.untrusted.names import check_name
 
 
@@ -44,7 +45,8 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     job = job_of_run(path)
     for edited in changed(kept_code(path), users_code(job.spec)):
-        warnings.warn(f"{edited} was edited after {path} had begun, and is used as it is now", stacklevel=2)
+        text = escaped(str(edited), TEXT_BYTES)
+        warnings.warn(f"{text} was edited after {path} had begun, and is used as it is now", stacklevel=2)
     if job.device != "cpu":  # it may have been trained on another machine
         job = dataclasses.replace(job, device="auto")
     return dataclasses.replace(
@@ -102,7 +104,7 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
             named = "".join(f"\n  {error}" for error in damaged)
             raise DataError(f"{path} has no parameters: all of its checkpoints are damaged:{named}")
         for error in damaged:
-            warnings.warn(f"{error}; the one before is used", stacklevel=2)
+            warnings.warn(f"{escaped(str(error), TEXT_BYTES)}; the one before is used", stacklevel=2)
         if found is None and not (path / "run.json").is_file():
             raise ConfigError(f"{path} is not a run directory: it has no run.json")
         if found is None:

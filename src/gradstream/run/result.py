@@ -27,7 +27,7 @@ from gradstream.report.trace import trace_json
 from gradstream.run.files import read_config, read_record
 from gradstream.telemetry.event_lines import read_events
 from gradstream.telemetry.events import EventDict
-from gradstream.untrusted import MismatchError, check_record
+from gradstream.untrusted import TEXT_BYTES, MismatchError, check_record, escaped
 from gradstream.worker.evaluation import Evaluation, evaluate
 from gradstream.worker.metrics import Metric
 
@@ -176,7 +176,7 @@ class Run:
 
     def __repr__(self) -> str:
         """A short table of the most important figures."""
-        lines = [f"  {name:<10} {value}" for name, value in self._rows()]
+        lines = [f"  {name:<10} {escaped(str(value), TEXT_BYTES)}" for name, value in self._rows()]
         return "\n".join(["Run", *lines])
 
     def _repr_html_(self) -> str:

@@ -324,7 +324,7 @@ class Machines:
         """Starts the relay in the bridge's namespace, with which it ends."""
         module, said = "gradstream.testing.link_relay", json.dumps(asdict(self._relay))
         process = subprocess.Popen(
-            ["ip", "netns", "exec", switch, sys.executable, "-m", module, said],
+            ["ip", "netns", "exec", switch, sys.executable, "-P", "-m", module, said],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

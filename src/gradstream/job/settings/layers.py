@@ -20,7 +20,7 @@ FAMILIES = ("strategy", "optimizer", "codec")
 NAME = ("", "name", "class")
 """`strategy = "downpour"` and `strategy.name = "downpour"` are the same."""
 
-OF_THE_JOB = frozenset({"argv", "callbacks", "model", "data", "spec", "origins", "strategy_options"})
+OF_THE_JOB = frozenset({"argv", "callbacks", "cwd", "model", "data", "spec", "origins", "strategy_options"})
 """Fields of a job that are not settings."""
 
 

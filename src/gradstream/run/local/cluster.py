@@ -91,6 +91,7 @@ class LocalCluster(Cluster):
         environment: environment variables of the nodes (see `node_environment`).
         shards: whether nodes exchange through servers, whose code is then imported before the nodes are forked.
         split: the same of split models.
+        cwd: working directory of the nodes; None, or one that is not there, is that of this process.
         link: to a forkserver that is there; None starts one, whose nodes end with this process.
     """
 
@@ -101,11 +102,12 @@ class LocalCluster(Cluster):
         *,
         shards: bool = False,
         split: bool = False,
+        cwd: str | None = None,
         link: ForkserverLink | None = None,
     ) -> None:
         super().__init__(logs)
         self.link = link or ForkserverLink.started(
-            logs / "forkserver.log", environment, shards=shards, split=split
+            logs / "forkserver.log", environment, shards=shards, split=split, cwd=cwd
         )
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()
@@ -127,7 +129,9 @@ class LocalCluster(Cluster):
         """
         message = super().message(timeout_s)
         if message is not None and "gone" in message:
-            raise InternalError(f"the forkserver has ended; see {self.logs / 'forkserver.log'}")
+            raise InternalError(
+                f"the forkserver has ended; the end of {self.logs / 'forkserver.log'}:\n{self.log_tail('forkserver')}"
+            )
         return message
 
     def close(self) -> None:
@@ -142,7 +146,9 @@ class LocalCluster(Cluster):
         self.running.clear()
 
     def _listen(self) -> None:
-        with self.link.replies as replies:
-            for line in replies:
-                self._messages.put(json.loads(line))
-        self._messages.put({"gone": True})
+        try:
+            with self.link.replies as replies:
+                for line in replies:
+                    self._messages.put(json.loads(line))
+        finally:
+            self._messages.put({"gone": True})

@@ -1,6 +1,6 @@
 """A warm process that nodes are forked from.
 
-    python -P -m gradstream.run.local.forkserver [--door PATH] [--path FOLDER] [module ...]
+    python -P -m gradstream.run.local.forkserver REPLIES [--door PATH] [module ...]
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
 forked from one that has done it, they start in 0.05 s. The modules imported here start no threads. gRPC
@@ -9,7 +9,8 @@ starts its threads with its first connection, so the children alone make one.
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
                           and  {"close": true}: kill all nodes, and end
-Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal, "at_ns": monotonic}, and
+Out, to the file descriptor REPLIES:
+     {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal, "at_ns": monotonic}, and
 each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
 command line, besides `WARM`, before it forks.
 
@@ -312,7 +313,10 @@ def _call(main: str, argv: list[str]) -> int:
     try:
         return int(getattr(importlib.import_module(module), function)(argv) or 0)
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, int | None):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")  # as Python does
+        return 1
 
 
 def _open_log(path: str) -> int:
@@ -343,22 +347,20 @@ def _prctl(option: int, value: Any) -> None:
 
 def main() -> None:
     """Loads what nodes need, then forks nodes for as long as the launcher listens."""
-    replies = os.dup(1)
-    os.dup2(2, 1)  # the output of an import must not look like a reply
+    replies, *modules = int(sys.argv[1]), *sys.argv[2:]
+    os.set_inheritable(replies, False)
+    # A mask of signals is inherited, from a program that starts runs as well.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
     orders = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    door, modules = None, sys.argv[1:]
+    door = None
     if modules[:1] == ["--door"]:
         door, modules = Path(modules[1]), modules[2:]
-    folders: list[str] = []
-    if modules[:1] == ["--path"]:
-        folders, modules = [modules[1]], modules[2:]
     server = _Server(orders, replies, door)
     for name in (*WARM, *modules):
         importlib.import_module(name)
-    sys.path[:0] = folders  # not before: a user's `logging.py` is none for the standard library
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page of these modules
     server.serve()

@@ -39,15 +39,9 @@ def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, **environment, "PYTHONPATH": path}
 
 
-def users_folder() -> str | None:
-    """The folder from which this process imports the user's modules: that of the script, or of `python -m`.
-
-    None where the process is one of gradstream's own: the folder in which somebody has typed a command is not meant.
-    """
-    main = sys.modules["__main__"]
-    name, file = getattr(main.__spec__, "name", ""), getattr(main, "__file__", "") or ""
-    ours = name.partition(".")[0] == "gradstream" or Path(file).parent == Path(sys.executable).parent
-    return None if ours or sys.flags.safe_path or not sys.path else os.path.abspath(sys.path[0])
+def there(cwd: str | None) -> str | None:
+    """The working directory for a process; None, that of this process, where it is not there any more."""
+    return cwd if cwd and os.path.isdir(cwd) else None
 
 
 @dataclass(eq=False)
@@ -75,6 +69,7 @@ class ForkserverLink:
         *,
         shards: bool,
         split: bool = False,
+        cwd: str | None = None,
         door: Path | None = None,
     ) -> ForkserverLink:
         """Starts a forkserver.
@@ -83,6 +78,7 @@ class ForkserverLink:
             log: file for its output.
             environment: environment variables of the nodes.
             shards, split: whether it imports the code of servers, and of split models, before it forks nodes.
+            cwd: working directory of the nodes; None, or one that is not there, is that of this process.
             door: where another launcher may come in later; None if the nodes end with this one.
 
         Raises:
@@ -93,25 +89,34 @@ class ForkserverLink:
         if door is not None:
             make_pipe(door)
             ends = open_reader(door), open_writer(door)
-        with open(log, "ab") as output:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "gradstream.run.local.forkserver"),
-                    *(() if door is None else ("--door", str(door))),
-                    *(() if (folder := users_folder()) is None else ("--path", folder)),
-                    *modules,
-                ],
-                stdin=subprocess.PIPE if ends is None else ends[0],
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env=python_environment(environment),
-                start_new_session=True,  # Ctrl-C in the terminal signals the launcher only
-            )
+        # Replies have a pipe of their own: what the start of an interpreter prints would look like one.
+        replies, their_end = os.pipe()
+        try:
+            with open(log, "ab") as output:
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-P", "-m", "gradstream.run.local.forkserver", str(their_end)),
+                        *(() if door is None else ("--door", str(door))),
+                        *modules,
+                    ],
+                    stdin=subprocess.PIPE if ends is None else ends[0],
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[their_end],
+                    cwd=there(cwd),
+                    env=python_environment(environment),
+                    start_new_session=True,  # Ctrl-C in the terminal signals the launcher only
+                )
+        except BaseException:
+            os.close(replies)
+            raise
+        finally:
+            os.close(their_end)
         orders = process.stdin
         if ends is not None:
             os.close(ends[0])
             orders = os.fdopen(ends[1], "wb", 0)
-        return cls(cast("BinaryIO", orders), cast("BinaryIO", process.stdout), process.pid, process)
+        return cls(cast("BinaryIO", orders), os.fdopen(replies, "rb"), process.pid, process)
 
     @classmethod
     def entered(cls, door: Path) -> ForkserverLink | None:

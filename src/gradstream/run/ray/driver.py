@@ -30,6 +30,8 @@ from gradstream.run.ray.actor import OWN_FOLDER, NodeView
 from gradstream.run.ray.cluster import RayCluster
 from gradstream.run.ray.engine import RayEngine
 from gradstream.run.ray.files import RunFiles, folder_of, job_files
+from gradstream.run.records import write_spec
+from gradstream.run.reopen import described
 from gradstream.untrusted import escaped, say
 
 POLL_S = 0.2
@@ -119,6 +121,8 @@ class RayRun:
             self._let_leave(LEAVE_S, ask=True)
             if not self._view.shared:
                 self._files.bring(self.run_dir)
+            if (self.run_dir / "nodes.json").is_file():  # sealed by another user, maybe
+                write_spec(described(self.run_dir), self.run_dir)
             self._clean()
         self._check(status, said)
 

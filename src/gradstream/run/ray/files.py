@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from gradstream.errors import ConfigError
 from gradstream.run.ray.actor import digest_of_file
 from gradstream.run.ray.cluster import RayCluster
+from gradstream.run.ssh.run_files import FREE_PART, MAX_FILES
 from gradstream.untrusted import escaped
 
 ANSWER_S = 60.0
@@ -72,10 +74,14 @@ class RunFiles:
         """Writes all files into a folder here.
 
         Raises:
-            ConfigError: the node names a file that would be elsewhere.
+            ConfigError: the node names a file that would be elsewhere, or sends more than the disk has room for.
             DeadlineError: the actor does not answer.
         """
-        for name in self._cluster.answer(self._actor.files.remote(), "node 0", ANSWER_S):
+        left = int(FREE_PART * shutil.disk_usage(run_dir).free)
+        names = self._cluster.answer(self._actor.files.remote(), "node 0", ANSWER_S)
+        if len(names) > MAX_FILES:
+            raise ConfigError(f"node 0 names {len(names):,} files of its run, expected at most {MAX_FILES:,}")
+        for name in names:
             path = (run_dir / name).resolve()
             if not path.is_relative_to(run_dir.resolve()):
                 raise ConfigError(f"node 0 names a file outside of its run: {escaped(name, NAME_BYTES)}")
@@ -84,4 +90,7 @@ class RunFiles:
                 while data := self._cluster.answer(
                     self._actor.piece.remote(name, file.tell()), "node 0", ANSWER_S
                 ):
+                    left -= len(data)
+                    if left < 0:
+                        raise ConfigError(f"node 0 sends a run that fills the disk of {run_dir}: make room")
                     file.write(data)

@@ -145,12 +145,12 @@ class Entrance:
                 check_value(spec[part], Mapping[str, Any], part)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"the launcher's description of the run cannot be read: {error}") from error
-        spec |= {"run_dir": str(run_dir), "earlier": [], "elsewhere": True}
+        spec |= {"run_dir": str(run_dir), "earlier": [], "elsewhere": True, "imports": ""}
         spec["script" if is_script(self._job) else "job"] = self._job.spec or ""
         if spec.get("meeting"):  # at the launcher's address as it is known here
             port = Address.parse(str(spec["meeting"]), "where process groups meet").port
             spec["meeting"] = str(self._address.at(port))
-        spec["plain"]["run_dir"] = None
+        spec["plain"]["run_dir"] = spec["plain"]["cwd"] = None
         spec["plain"]["argv"] = [str(self._job.spec), *(spec["plain"].get("argv") or ())[1:]]
         return moved(spec, lambda file: self._own_file(file.name, grant))
 

@@ -48,7 +48,7 @@ def inspect_machine(fleet: Fleet, host: SshHost, made: list[SshHost]) -> str:
     done = host.ask(
         f'umask 077; mkdir -p "$(dirname {quoted})" || exit {NO_FOLDER}; [ ! -e {quoted} ] || exit {IS_THERE}; '
         f"mkdir {quoted} && cd {quoted} || exit {NO_FOLDER}; command -v {python} >&2 || exit {NO_PROGRAM}; "
-        f"{python} -c {shlex.quote(says)} || exit {NO_GRADSTREAM}; {python} -m gradstream doctor",
+        f"{python} -P -c {shlex.quote(says)} || exit {NO_GRADSTREAM}; {python} -P -m gradstream doctor",
         timeout_s=LOOK_S,
     )
     if done.returncode == NO_FOLDER:
