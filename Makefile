@@ -39,6 +39,7 @@ check: lint types layers pages
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check --no-cache .
+	$(BIN)/ruff check --no-cache --preview --select PLW1514 src  # text in the encoding of a locale
 
 types: $(READY)
 	$(BIN)/mypy

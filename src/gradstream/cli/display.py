@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from gradstream.cli.progress import ProgressLine
+from gradstream.untrusted import lose_stderr
 
 if TYPE_CHECKING:
     from gradstream.telemetry.events import EventDict
@@ -52,21 +53,27 @@ class Display:
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
         elif self._progress.step:
-            self._console.print(self._progress.line(), markup=False)
+            self._print(self._progress.line())
 
     def on_event(self, event: EventDict) -> None:
         """Handles one event of the run, and shows the lines that are due."""
         self._progress.update(event)
         notice = self._progress.notice(event)
         if notice:
-            self._console.print(notice, markup=False)
+            self._print(notice)
         if self._live is None:
             self._show_plain()
+
+    def _print(self, line: str) -> None:
+        try:
+            self._console.print(line, markup=False)
+        except OSError:  # a full disk, or nobody reads the pipe
+            lose_stderr()
 
     def _show_plain(self) -> None:
         """Prints a line where another tenth of the run is done, or `PLAIN_EVERY_S` after the last line."""
         now_s, fraction = self._now(), self._progress.fraction
         grown = fraction >= self._shown_fraction + PLAIN_EVERY_FRACTION
         if self._progress.step and (grown or now_s >= self._shown_at_s + PLAIN_EVERY_S):
-            self._console.print(self._progress.line(), markup=False)
+            self._print(self._progress.line())
             self._shown_at_s, self._shown_fraction = now_s, fraction

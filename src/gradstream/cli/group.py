@@ -59,9 +59,9 @@ class CommandGroup(click.Group):
             return super().invoke(ctx)
         except GradstreamError as error:
             from gradstream.cli.report import error_text
-            from gradstream.untrusted.text import escaped
+            from gradstream.untrusted.text import say
 
-            click.echo(escaped(error_text(error), ERROR_BYTES, newlines=True), err=True)
+            say(error_text(error), ERROR_BYTES)
             ctx.exit(exit_code(error))
         except KeyboardInterrupt as error:
             from gradstream.untrusted.text import say

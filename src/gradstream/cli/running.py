@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +23,7 @@ def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
     from gradstream.cli.report import print_end
     from gradstream.run.final_evaluation import evaluate
 
-    with Display() as display:
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(), Display() as display:
         run = run_job(display.on_event)
     print_end(run, evaluate(run), as_json)
 

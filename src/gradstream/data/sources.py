@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from gradstream.data.archive import extract_file
 from gradstream.data.download import RemoteFile, download
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError
+from gradstream.untrusted import tell
 
 WAIT_S = 1800.0
 REPORT_EVERY_S = 2.0
@@ -214,4 +214,4 @@ class _Progress:
 
 
 def _on_stderr(line: str) -> None:
-    sys.stderr.write(line + "\n")
+    tell(line + "\n")

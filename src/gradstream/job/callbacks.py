@@ -9,13 +9,13 @@ no virtual time passes meanwhile.
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import ConfigError, GradstreamError
+from gradstream.untrusted import tell
 
 if TYPE_CHECKING:
     from gradstream.telemetry.events import EventDict
@@ -61,7 +61,7 @@ class Callbacks:
         complain: Callable[[str], object] | None = None,
     ) -> None:
         listener = _Threaded if threads else _Listener
-        self._listeners = [listener(callback, complain or _say) for callback in callbacks]
+        self._listeners = [listener(callback, complain or tell) for callback in callbacks]
         self._info = dict(info)
 
     def tell(self, event: EventDict) -> None:
@@ -101,11 +101,6 @@ class Callbacks:
             listener.tell_end(run)
         for listener in self._listeners:
             listener.close()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 class _Listener:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
+
+from gradstream.errors import ConfigError
+
+MOST_FILES, FILES, FILES_PER_NODE = 1 << 16, 48, 4
+"""Open files: the most that are asked for, and what a node needs: measured over shm with 6 workers it has 20."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -25,6 +31,28 @@ def free_disk_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def allow_open_files(nodes: int) -> None:
+    """Lets this process, and those that it starts, open as many files as the system allows, 65,536 at most.
+
+    Args:
+        nodes: number of nodes of the run, each of which may have connections to all others.
+
+    Raises:
+        ConfigError: the system allows fewer than a node of such a run needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if max(soft, most) < (needed := FILES + FILES_PER_NODE * nodes):
+        raise ConfigError(
+            f"a process may have {max(soft, most):,} open files here, and one of a run of {nodes:,} nodes needs "
+            f"{needed:,}; nothing was started: raise the limit (ulimit -n {max(1024, needed)}), or take fewer workers"
+        )
+
+
 def _available(meminfo: Path) -> int | None:
     fields = _fields(meminfo)
     return 1024 * fields["MemAvailable:"] if "MemAvailable:" in fields else None
@@ -33,7 +61,7 @@ def _available(meminfo: Path) -> int | None:
 def _own_group() -> Path:
     """The folder of this process's control group (version 2)."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return CGROUPS
     return CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
@@ -55,7 +83,7 @@ def _left_in_groups(group: Path) -> list[int]:
 def _fields(path: Path) -> dict[str, int]:
     """Lines of the form "name number …"."""
     try:
-        lines = [line.split() for line in path.read_text().splitlines()]
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return {}
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -77,15 +77,19 @@ class FollowedEvents:
 
     def read(self) -> None:
         """Reads the events that were written since the last call."""
+        while self._take_piece(self._piece()):
+            pass
+
+    def _piece(self) -> bytes:
+        """The next bytes of the file; none where there is no file yet, or the disk is broken."""
         try:
             with open_regular(self._path) as file:
                 file.seek(self.read_bytes)
-                while self._read_piece(file.read(PIECE_BYTES)):
-                    file.seek(self.read_bytes)
+                return file.read(PIECE_BYTES)
         except OSError:
-            return  # there is no file yet, or the disk is broken
+            return b""
 
-    def _read_piece(self, data: bytes) -> bool:
+    def _take_piece(self, data: bytes) -> bool:
         """Takes the events in the next bytes of the file. Returns whether there may be more."""
         # A torn last line is read again: the coordinator removes it where the disk is full.
         *lines, self._torn = data.split(b"\n")

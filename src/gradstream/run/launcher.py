@@ -40,7 +40,7 @@ from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
-from gradstream.untrusted import say
+from gradstream.untrusted import say, tell
 
 if TYPE_CHECKING:
     from gradstream.run.remote.machine_rendezvous import MachineRendezvous
@@ -248,7 +248,10 @@ class Launcher:
         elif "begins_again" in message:
             self._begins_again = True
         elif "output" in message:
-            sys.stderr.write(message["output"])
+            tell(message["output"])
+        elif "printed" in message:
+            sys.stdout.write(message["printed"])
+            sys.stdout.flush()
         elif message.get("from") == COORDINATOR and "address" in message:
             self._note_coordinator(str(message["address"]))
         elif "disk" in message:

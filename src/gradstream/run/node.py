@@ -91,6 +91,9 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(_run(spec, spec.plan(job), given, say))
     except Exception as error:
         return _failed(error, given.name, say, sys.stderr)
+    except (SystemExit, KeyboardInterrupt) as error:  # of the user's code: its words would be in no log
+        message = f"{given.name}: the code of the job raised {type(error).__name__}: {error}"
+        return _failed(UserCodeError(message, traceback_of(error)), given.name, say, sys.stderr)
 
 
 async def run_node(
@@ -115,7 +118,7 @@ async def run_node(
         text = io.StringIO()
         status = _failed(error, given.name, say, text)
         try:
-            with log.open("a") as file:
+            with log.open("a", encoding="utf-8") as file:
                 file.write(text.getvalue())
         except OSError:
             pass  # the disk is full; the launcher has the message

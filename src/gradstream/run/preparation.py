@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError, DiskError
 from gradstream.job.job import is_script
-from gradstream.machine.resources import free_memory_bytes
+from gradstream.machine.resources import allow_open_files, free_memory_bytes
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import Cluster, LocalCluster, ThreadCluster
@@ -143,7 +143,7 @@ class Preparation:
         """Writes the files, unless they are there, and makes the cluster. Raises DiskError if there is no room."""
         options, logs = self._options, self._run_dir / "logs"
         if not (options.as_threads or options.adopts):
-            self._check_memory()
+            self._check_machine()
         if options.detached is None:
             self.write_files()
         with self._writing():
@@ -157,8 +157,9 @@ class Preparation:
             shards, split = plan.most_servers > 0, plan.parts > 1
             return LocalCluster(logs, self._environment, shards=shards, split=split, cwd=plan.job.cwd)
 
-    def _check_memory(self) -> None:
-        """Raises ConfigError if this machine's memory cannot hold so many processes, whatever the model."""
+    def _check_machine(self) -> None:
+        """Raises ConfigError if this machine cannot have so many processes or open files, whatever the model."""
+        allow_open_files(self._plan.most_workers * self._plan.parts + self._plan.most_servers + 1)
         listening, shards = self._options.listening, self._plan.most_servers
         if listening is not None and listening.servers_on == "all":
             shards = -(-shards // listening.machines)

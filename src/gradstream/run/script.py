@@ -99,7 +99,7 @@ class _Tee:
 
     def write(self, text: str) -> int:
         """Writes to both."""
-        self._say(output=text)
+        self._say(printed=text)
         self._log.write(text)
         self._log.flush()
         return len(text)

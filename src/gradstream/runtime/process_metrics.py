@@ -105,7 +105,7 @@ def queued_s(thread: int | None) -> float | None:
     if thread is None:
         return None
     try:
-        _, waited_ns, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+        _, waited_ns, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="utf-8").split()
         return int(waited_ns) / 1e9
     except (OSError, ValueError):
         return None
@@ -120,7 +120,11 @@ def own_bytes(*, shared: bool = False) -> int:
     """
     names = ("Pss_Anon:", "Pss_Shmem:") if shared else ("RssAnon:", "RssShmem:")
     try:
-        lines = Path("/proc/self/smaps_rollup" if shared else "/proc/self/status").read_text().splitlines()
+        lines = (
+            Path("/proc/self/smaps_rollup" if shared else "/proc/self/status")
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
     except OSError:
         return own_bytes() if shared else 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))

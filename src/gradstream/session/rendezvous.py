@@ -12,7 +12,9 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,7 @@ from gradstream.run.place import Place
 from gradstream.run.remote.address import Address, local_address, new_token, token_of_environment
 from gradstream.transport.addresses import is_loopback
 from gradstream.transport.socket.unix import host_id
+from gradstream.untrusted import escaped, say
 
 KEY = "gradstream/assignment"
 KEY_ROUNDS = 200_000  # of PBKDF2: makes it slow to find a weak token by trial
@@ -170,14 +173,46 @@ def _store(place: Place, limit_s: float) -> Any:
     limit = timedelta(seconds=limit_s)
     if dist.is_available() and dist.is_initialized():
         found = dist.distributed_c10d._get_default_store()
-    elif place.engine == "torchrun":  # its agent may have opened one already
-        found, _, _ = next(iter(rendezvous("env://", place.rank, place.size, timeout=limit)))
     else:
-        found = dist.TCPStore(
-            place.host, place.port, None, place.rank == 0, timeout=limit, wait_for_workers=False
-        )
+        with _waiting(place, limit_s):
+            if place.engine == "torchrun":  # its agent may have opened one already
+                found, _, _ = next(iter(rendezvous("env://", place.rank, place.size, timeout=limit)))
+            else:
+                found = dist.TCPStore(
+                    place.host, place.port, None, place.rank == 0, timeout=limit, wait_for_workers=False
+                )
     _stores.append(dist.PrefixStore("gradstream", found))
     return _stores[-1]
+
+
+@contextmanager
+def _waiting(place: Place, limit_s: float) -> Iterator[None]:
+    """Says whom this process waits for, if it takes `SAY_S`. Raises DeadlineError where torch's store is not made."""
+    others = ", ".join(f"rank {rank}" for rank in range(min(place.size, 9)) if rank != place.rank)
+    at = f"{os.environ.get('MASTER_ADDR', place.host)}:{os.environ.get('MASTER_PORT', place.port)}"
+    told = threading.Timer(
+        SAY_S,
+        say,
+        [f"rank {place.rank} of {place.size} waits for the others at {at}, for {limit_s:g} s at most"],
+    )
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    except Exception as error:  # torch raises several kinds
+        raise DeadlineError(
+            f"worker-{place.rank}",
+            f"did not meet the other {place.size - 1} ({others}) within {limit_s:g} s at {at}: each of the "
+            f"{place.size} processes has to be started. This one is rank {place.rank} of {place.size} by its "
+            f"environment (RANK, WORLD_SIZE, or what {place.engine} sets); without these variables it trains alone. "
+            f"torch: {escaped(str(error).strip().partition(chr(10))[0], 200)}",
+        ) from None
+    finally:
+        told.cancel()
+
+
+SAY_S = 10.0
+"""Seconds after which a process that waits says so."""
 
 
 _stores: list[Any] = []

@@ -41,7 +41,7 @@ class Leak:
     @classmethod
     def read(cls, path: Path) -> Leak:
         """Reads the file that an `Insider` has written."""
-        return cls(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def identity(self, **changed: Any) -> Identity:
         """The worker's identity, with these changes."""

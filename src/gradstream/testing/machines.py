@@ -89,7 +89,7 @@ def unavailable() -> str:
 @contextmanager
 def _alone() -> Iterator[None]:
     """Locks out other processes that make namespaces, since `ip` mounts them and walks through all."""
-    with open("/run/gradstream-machines.lock", "w") as lock:  # root alone can write there
+    with open("/run/gradstream-machines.lock", "w", encoding="utf-8") as lock:  # root alone can write there
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

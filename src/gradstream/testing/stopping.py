@@ -94,4 +94,4 @@ class Stopper:
 
 def _state(pid: int) -> str:
     """The state of a process as Linux names it; "T" is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]

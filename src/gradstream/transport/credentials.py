@@ -59,7 +59,7 @@ class Credentials:
         path = run_dir / FILE
         path.unlink(missing_ok=True)  # left by a run that was killed, and is resumed
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w") as file:
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(str(self))
         return path
 

@@ -7,7 +7,7 @@ of this package turn input into a checked value or into one typed error, in boun
 from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml
 from gradstream.untrusted.files import open_regular, read_regular, read_settings
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
-from gradstream.untrusted.text import LINE_BYTES, TEXT_BYTES, counted, escaped, say, show
+from gradstream.untrusted.text import LINE_BYTES, TEXT_BYTES, counted, escaped, lose_stderr, say, show, tell
 
 __all__ = [
     "LINE_BYTES",
@@ -18,6 +18,7 @@ __all__ = [
     "check_value",
     "counted",
     "escaped",
+    "lose_stderr",
     "open_regular",
     "parse_json",
     "parse_toml",
@@ -25,4 +26,5 @@ __all__ = [
     "read_settings",
     "say",
     "show",
+    "tell",
 ]

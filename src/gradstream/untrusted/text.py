@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 LINE_BYTES = 256
@@ -36,8 +37,25 @@ def escaped(text: str, limit_bytes: int, *, newlines: bool = False) -> str:
 
 def say(text: str, limit_bytes: int = TEXT_BYTES) -> None:
     """Writes a message to stderr, at once and escaped: it may hold text of other nodes and names of files."""
-    sys.stderr.write(f"{escaped(text, limit_bytes, newlines=True)}\n")
-    sys.stderr.flush()
+    tell(f"{escaped(text, limit_bytes, newlines=True)}\n")
+
+
+def tell(text: str) -> None:
+    """Writes text to stderr, at once. Where stderr is full or closed the text is lost, and nothing else."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        lose_stderr()
+
+
+def lose_stderr() -> None:
+    """Has this process write to nowhere what it writes to stderr, which takes nothing any more.
+
+    What waits in the buffer of the old one would fail again at the end, and the process end with status 120.
+    """
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
 
 
 def show(text: str, limit_bytes: int = TEXT_BYTES) -> None:

@@ -34,7 +34,7 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
             config.model.init(config.seed, parameters.tensor)
         except GradstreamError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             message = f"{runtime.node}: the model's init raised {type(error).__name__}: {error}"
             raise UserCodeError(message, traceback.format_exc()) from error
         trim(parameters.tensor.nbytes)

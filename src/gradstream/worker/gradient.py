@@ -322,7 +322,7 @@ class Differentiator:
         except GradstreamError as error:
             error.args = (f"{self._where(ref, step)}: {error}", *error.args[1:])
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             message = f"{self._where(ref, step)}: the {whose} raised {type(error).__name__}: {error}{hint}"
             raise UserCodeError(message, traceback.format_exc()) from error
 

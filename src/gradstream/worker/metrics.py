@@ -144,6 +144,6 @@ def users_code(whose: str) -> Iterator[None]:
         yield
     except GradstreamError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = f"in an evaluation, the {whose} raised {type(error).__name__}: {error}"
         raise UserCodeError(message, traceback.format_exc()) from error

@@ -178,7 +178,7 @@ def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) 
         click.echo(text, nl=False)
         return
     try:
-        with open(output, "x") as made:
+        with open(output, "x", encoding="utf-8") as made:
             made.write(text)
     except OSError as error:
         raise ConfigError(f"{output} is not written: {error.strerror}") from error

@@ -30,7 +30,7 @@ def new(name: str, kind: str) -> None:
             f"{path.name}: nodes import the file by its name, which must be letters, digits and _"
         )
     try:
-        with open(path, "x") as file:
+        with open(path, "x", encoding="utf-8") as file:
             file.write(render(kind, path.name))
     except OSError as error:
         raise ConfigError(f"{path} is not written: {error.strerror}") from error

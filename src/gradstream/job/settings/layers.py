@@ -61,6 +61,7 @@ class _Draft:
         for setting in sorted(layer, key=lambda one: not _names(one)):
             head, _, tail = setting.key.partition(".")
             if _names(setting):
+                self._check_meant(head)
                 self._values[head] = setting
                 self._parts[head] = {}
                 self._forget(head)
@@ -72,6 +73,19 @@ class _Draft:
                 raise self._unknown(setting)
             else:
                 self._parts.setdefault("strategy", {})[head] = setting
+
+    def _check_meant(self, head: str) -> None:
+        """Raises ConfigError if an option that is dropped with its strategy is one of no strategy: it is misspelt."""
+        chosen = self._values.get(head)
+        own = _fields(head, chosen.value if chosen else getattr(self._job, head))
+        known = (
+            {field for name in STRATEGIES for field in _fields(head, name)}
+            if head == "strategy"
+            else set(own)
+        )
+        for field, setting in self._parts.get(head, {}).items():
+            if own and field not in known | set(own):
+                raise self._unknown(setting)
 
     def finished(self) -> Job:
         fields: dict[str, Any] = dict.fromkeys(self._cleared)
@@ -157,6 +171,8 @@ class _Draft:
             name = spec if isinstance(spec, str) else type(spec).__name__
             has = f"the strategy, {name}, has no {field!r}; it is an option of {', '.join(owners)}"
             return ConfigError(f"{setting.origin}: {has}")
+        if head == "strategy" and setting.key not in known:
+            known |= {f"strategy.{one}" for name in STRATEGIES for one in _fields("strategy", name)}
         near = _nearest(setting.key, known)
         if near:
             return ConfigError(f"unknown key `{setting.key}` (did you mean `{near}`?) in {setting.origin}")

@@ -25,6 +25,11 @@ PLACE = {
 OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE", *PLACE})
 """Variables of gradstream that are not settings of a job."""
 
+_OF_SERVICE = re.compile(
+    r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*|\w+_PORT=\w+://.*"
+)
+"""Kubernetes documentation, "Discovering services: environment variables"."""
+
 _NAME = re.compile(r"[\w.\-\s\"']+")
 
 
@@ -50,7 +55,7 @@ def from_toml(path: Path) -> list[Setting]:
         ConfigError: the file cannot be read, or is not TOML; the message has the line.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # not UTF-8
@@ -75,11 +80,16 @@ def from_toml_text(text: str, path: Path) -> list[Setting]:
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Setting]:
-    """GRADSTREAM_WORKERS=4 is `workers`, GRADSTREAM_STRATEGY__PUSH_EVERY=10 `strategy.push_every`."""
+    """GRADSTREAM_WORKERS=4 is `workers`, GRADSTREAM_STRATEGY__PUSH_EVERY=10 `strategy.push_every`.
+
+    Variables that Kubernetes sets for a service whose name begins with "gradstream" are none.
+    """
     return [
         Setting(name.removeprefix(PREFIX).lower().replace("__", "."), Word(value), name)
         for name, value in sorted(environment.items())
-        if name.startswith(PREFIX) and name not in OTHER_VARIABLES
+        if name.startswith(PREFIX)
+        and name not in OTHER_VARIABLES
+        and not _OF_SERVICE.fullmatch(f"{name}={value}")
     ]
 
 

@@ -263,7 +263,7 @@ class History:
     def note(self, message: dict[str, Any]) -> None:
         """Keeps a message, except those that were only to be shown."""
         name = message.get("started") or message.get("from") or message.get("exited")
-        if name is None or "output" in message:
+        if name is None or "output" in message or "printed" in message:
             return
         said = self._of_nodes.setdefault(name, [])
         if "started" in message:
@@ -292,8 +292,8 @@ def _become(order: dict[str, Any], parent: int, report: int) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(report, 3)
-        os.closerange(4, 256)
-        sys.stdin = open(0)  # noqa: SIM115  # open until the process ends
+        os.closerange(4, 1 << 16)
+        sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115  # open until the process ends
         os.set_inheritable(3, False)
         # print() must not raise where the disk is full.
         sys.stdout, sys.stderr = log_stream(1, by_line=False), log_stream(2, by_line=True)

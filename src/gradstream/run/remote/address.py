@@ -115,7 +115,7 @@ def token_of_environment(environment: Mapping[str, str]) -> str | None:
 def token_in(file: Path, what: str) -> str:
     """Reads the token in a file. Raises ConfigError, which names `what`, where the file cannot be read."""
     try:
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(f"{what} {file}: {error.strerror}") from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -26,7 +25,7 @@ from gradstream.run.remote.members import MachineMembers, RankMembers, name_of_r
 from gradstream.run.remote.places import files_of
 from gradstream.telemetry.events import Event, InsecureEvent, MachineEvent, WaitingEvent
 from gradstream.transport.credentials import Credentials
-from gradstream.untrusted import escaped
+from gradstream.untrusted import escaped, tell
 
 REMIND_S = 30.0
 """Seconds between two events that say for how many machines a run waits."""
@@ -130,8 +129,7 @@ class MachineRendezvous:
         elif self._listening.on_invitation is not None:
             self._listening.on_invitation(self.invitation)
         else:
-            sys.stderr.write(INVITE.format(self.invitation))
-            sys.stderr.flush()
+            tell(INVITE.format(self.invitation))
         begun = reminded = time.monotonic()
         self._emit(WaitingEvent(state=self.members.state))
         while self.members.here < self._listening.fewest:

@@ -25,7 +25,7 @@ def host_id() -> str:
         ConfigError: this system does not provide one.
     """
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read().strip()
         return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.getuid()}"
     except OSError as error:
