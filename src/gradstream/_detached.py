@@ -195,7 +195,7 @@ def _nodes(
         environment["PYTHONHASHSEED"] = spec.hash_seed
         log = logs / "forkserver.log"
         link: ForkserverLink | None = ForkserverLink.started(
-            log, environment, shards=shards, split=plan.parts > 1, door=door
+            log, environment, shards=shards, split=plan.parts > 1, cwd=record.folder, door=door
         )
     else:
         link = ForkserverLink.entered(door)

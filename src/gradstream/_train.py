@@ -304,7 +304,7 @@ def _place(job: Job, processes: bool | None) -> str | None:
 
 
 def make_run_dir(job: Job) -> Path:
-    """Makes a new, empty directory: the one asked for, or runs/<utc>-<name>."""
+    """Makes a new, empty directory: the one asked for, or runs/<utc>-<name> where the program was started."""
     try:
         return _new_run_dir(job)
     except OSError as error:
@@ -322,7 +322,7 @@ def _new_run_dir(job: Job) -> Path:
         private_folder(path)
         return path
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    base = Path("runs").resolve() / f"{stamp}-{job.name}"
+    base = Path(job.cwd or "", "runs").resolve() / f"{stamp}-{job.name}"
     base.parent.mkdir(parents=True, exist_ok=True)
     for count in range(1000):
         path = base.with_name(f"{base.name}-{count}") if count else base

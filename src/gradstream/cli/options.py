@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -210,7 +211,13 @@ def load_job_with(
     texts = from_texts(settings)  # raises before the job file is run
     path = config or _beside(spec)
     layers = [from_toml(path) if path else [], from_environment(os.environ), [*typed, *texts]]
-    return apply(load_job(spec, argv=[spec.partition(":")[0], *arguments_of_job()]), layers)
+    here = Path.cwd()
+    job = apply(load_job(spec, argv=[spec.partition(":")[0], *arguments_of_job()]), layers)
+    if (
+        job.run_dir is not None and "run_dir" in job.origins
+    ):  # the job file may have changed the working directory
+        job = dataclasses.replace(job, run_dir=here / job.run_dir)
+    return job
 
 
 def _beside(spec: str) -> Path | None:
