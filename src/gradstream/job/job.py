@@ -143,7 +143,9 @@ class Job:
             such as "10min", the first then after a minute; None makes one only when the run is stopped. At the end of
             a run there is its result and no checkpoint.
         keep_last: number of newest checkpoints that are kept.
-        keep_best: whether the checkpoint with the best evaluation is kept too, where the run is evaluated.
+        keep_best: whether the parameters with the best evaluation are kept, as they were evaluated, in
+            `checkpoints/best` (not of split models); and the checkpoint after it. The best has the highest accuracy, or
+            where there is none, the lowest loss.
         device: device of a `from_torch` model: "cpu", "cuda" (worker r takes GPU r modulo the number of GPUs
             of its machine), "cuda:1", or "auto": an accelerator where a machine has one. Gradients and
             parameters are exchanged through main memory.

@@ -163,7 +163,7 @@ def _plan_job(
         chunk_elems=_chunk_elems(job, strategy, resume),
         codec=codec,
         groups=groups_of(job.groups, optimizer),
-        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job), goals),
+        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job), goals, keeps and job.keep_best),
         policy=policy if keeps else None,
         resume=resume,
     )

@@ -23,6 +23,7 @@ from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import TEXT_BYTES, escaped
 from gradstream.untrusted.names import check_name
+from gradstream.worker.final_model import BEST_MODEL
 
 
 def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = None) -> tuple[Run, Path]:
@@ -30,7 +31,7 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
 
     Args:
         path: a run directory; the run may have failed, if it has kept a checkpoint.
-        checkpoint: "final", or the name of a checkpoint: "step-00000120". None takes the final
+        checkpoint: "final", "best", or the name of a checkpoint: "step-00000120". None takes the final
             parameters, or else the newest checkpoint.
         data: another data set than the job's.
 
@@ -119,6 +120,6 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
         raise ConfigError(
             f"{path / FOLDER} has no checkpoint {checkpoint!r}; it has: {', '.join(there) or 'none'}"
         )
-    if there[name] != path / FINAL_MODEL:
+    if there[name] not in (path / FINAL_MODEL, path / BEST_MODEL):
         verify(storage, f"{FOLDER}/{name}")
     return there[name]

@@ -287,11 +287,13 @@ class EvaluationPlan:
         every: see `Every`; None for never.
         metrics: the user's metrics, by name.
         goals: what of an evaluation ends the run: "accuracy", "test_loss".
+        keep_best: whether the parameters with the best evaluation are kept.
     """
 
     every: Every | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     goals: Collection[str] = ()
+    keep_best: bool = False
 
     def period(self, position: Position) -> int | None:
         """Number of steps between two evaluations; None for no evaluations."""

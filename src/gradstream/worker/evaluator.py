@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+import torch
+
+from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
-from gradstream.model.buffers import with_buffers
+from gradstream.model.buffers import Buffers, with_buffers
 from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.event_log import disk_error
 from gradstream.strategies.base import ServerStrategy
-from gradstream.telemetry.events import EvaluatedEvent
+from gradstream.telemetry.events import DiskEvent, EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.due_evaluations import DueEvaluations
 from gradstream.worker.evaluation import Evaluation, check_goals, check_outputs, evaluate
+from gradstream.worker.final_model import keep_if_best
 from gradstream.worker.parts.worker import Lead
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import Schedule
@@ -120,6 +125,10 @@ class Evaluator:
             with nullcontext() if given is not None else with_buffers(config.model, buffers):
                 found = evaluate(model, parameters, data, config.evaluation.metrics)
             check_goals(found, config.evaluation.goals)
+            if (
+                config.evaluation.keep_best and given is None
+            ):  # parts of a split model are on several processes
+                self._keep_if_best(done.step, parameters, buffers, found)
             return found
 
         found = await self._runtime.compute(
@@ -143,3 +152,13 @@ class Evaluator:
             )
         )
         self._member.hurry()  # the result may end the run
+
+    def _keep_if_best(self, step: int, parameters: torch.Tensor, buffers: Buffers, found: Evaluation) -> None:
+        """Keeps these parameters where no evaluation was as good. A disk that does not take them ends nothing."""
+        try:
+            best = Evaluated(step, found.accuracy, found.loss)
+            keep_if_best(self._runtime.storage, self._config.model, parameters, buffers, best)
+        except OSError as error:
+            why = disk_error(error)
+            text = f"the parameters of step {step:,}, the best so far, are not kept: {why}"
+            self._member.emit(DiskEvent(what="best parameters", state="waiting", error=why, message=text))

@@ -1,21 +1,27 @@
-"""The final model as a file, under the user's own names."""
+"""The final model, and the best one so far, as files under the user's own names."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 
+import torch
+
+from gradstream.checkpoint.manifest import Evaluated
 from gradstream.checkpoint.model_file import save
 from gradstream.errors import DiskError
 from gradstream.memory import trim
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers
-from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.base import Runtime, Storage, Work
 from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error
 from gradstream.telemetry.events import DiskEvent, Event
 from gradstream.worker.replica.base import Replica
 
 FINAL_MODEL = "checkpoints/final/model.safetensors"
-
+BEST_MODEL = "checkpoints/best/model.safetensors"
+BEST_EVALUATION = "checkpoints/best/evaluation.json"
 
 WAIT_S = 60.0
 """Seconds to wait for room on a full disk. It is worth waiting: the final parameters are the run's result."""
@@ -64,3 +70,22 @@ async def write_final_model(
             )
             emit(DiskEvent(what="final parameters", state="waiting", error=why, message=text))
         await runtime.sleep(RETRY_S)
+
+
+def keep_if_best(
+    storage: Storage, model: Model, parameters: torch.Tensor, buffers: Buffers, found: Evaluated
+) -> None:
+    """Writes the parameters that were evaluated, if the run has had no evaluation as good. See `Evaluated.rank`.
+
+    Raises:
+        OSError: the disk does not take them. The files are as before, or the evaluation is the older one.
+    """
+    try:
+        before = json.loads(storage.read(BEST_EVALUATION))
+        if Evaluated(int(before["step"]), before["accuracy"], before["loss"]).rank >= found.rank:
+            return
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pass  # there is none, or a damaged one
+    if tree := model.tree(parameters):
+        storage.write(BEST_MODEL, save({**tree, **buffers}))
+        storage.write(BEST_EVALUATION, json.dumps(dataclasses.asdict(found)).encode())

@@ -14,7 +14,7 @@ from gradstream.cli.options import json_option
 @click.option(
     "--checkpoint",
     metavar="NAME",
-    help="step-…, or final. By default the final parameters, or else the newest checkpoint.",
+    help="step-…, best or final. By default the final parameters, or else the newest checkpoint.",
 )
 @click.option("--data", metavar="DATA", help="Another data set: a name, or file.py:function.")
 @json_option

@@ -1,0 +1,76 @@
+"""The parameters with the best evaluation are kept as they were evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradstream as gs
+from gradstream.checkpoint.manifest import Evaluated
+from gradstream.checkpoint.model_file import load_file
+from gradstream.run.reopen import kept_parameters
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.testing.runs import least_squares
+from gradstream.worker.final_model import BEST_EVALUATION, BEST_MODEL, keep_if_best
+
+
+def trained(path: Path, **options: Any) -> gs.Run:
+    """A regression, whose rate is right for a moment and much too high then."""
+    model, _ = least_squares(48, 4)
+    rows = np.random.default_rng(0).normal(size=(64, 4))
+    targets = rows @ np.arange(4.0)
+    data = gs.from_arrays(rows[:48], targets[:48], rows[48:], targets[48:])
+    optimizer = gs.optim.SGD(lr=gs.schedules.StepDecay(0.2, every=12, factor=20.0, unit="steps"))
+    given: dict[str, Any] = {"strategy": "synchronous", "workers": 2, "batch_size": 8, "epochs": 6}
+    given |= {"evaluate_every": 1, "run_dir": path, "processes": False} | options
+    return gs.train(model, data, optimizer=optimizer, **given)
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", "allreduce", "downpour"])
+def test_the_best_parameters_are_those_that_were_evaluated(tmp_path: Path, strategy: str) -> None:
+    run = trained(tmp_path / "run", strategy=strategy)
+    losses = [row["loss"] for row in run.evaluations]
+    assert len(losses) > 3 and min(losses) < losses[-1]
+    kept = json.loads((tmp_path / "run" / BEST_EVALUATION).read_text())
+    assert kept["loss"] == min(losses)
+    assert kept_parameters(tmp_path / "run", "best") == tmp_path / "run" / BEST_MODEL
+    (weights,) = load_file(tmp_path / "run" / BEST_MODEL).values()
+    rows = np.random.default_rng(0).normal(size=(64, 4))
+    errors = rows[48:] @ np.asarray(weights) - rows[48:] @ np.arange(4.0)
+    assert np.isclose(errors @ errors / 2, kept["loss"]) or np.isclose(np.mean(errors**2), kept["loss"])
+
+
+def test_without_keep_best_nothing_is_written(tmp_path: Path) -> None:
+    trained(tmp_path / "run", keep_best=False)
+    assert not (tmp_path / "run" / BEST_MODEL).exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"),
+    [
+        (None, (None, 2.0), True),
+        ((None, 2.0), (None, 1.0), True),
+        ((None, 1.0), (None, 1.0), False),
+        ((None, 1.0), (None, 2.0), False),
+        ((0.9, 2.0), (0.8, 1.0), False),
+        ((0.8, 1.0), (0.9, 2.0), True),
+        (b"{", (0.1, 1.0), True),
+        (b'{"step": "x", "accuracy": 1, "loss": 0}', (0.1, 1.0), True),
+    ],
+)
+def test_who_evaluates_next_knows_the_best_of_those_before(before: Any, now: Any, kept: bool) -> None:
+    """Another worker, after the first one has died, or a resumed run."""
+    storage, (model, _) = MemoryStorage(), least_squares(8, 2)
+    if isinstance(before, bytes):
+        storage.write(BEST_EVALUATION, before)
+    elif before is not None:
+        keep_if_best(storage, model, torch.zeros(2, dtype=torch.float64), {}, Evaluated(1, *before))
+    keep_if_best(storage, model, torch.ones(2, dtype=torch.float64), {}, Evaluated(2, *now))
+    found = json.loads(storage.read(BEST_EVALUATION))
+    assert (found["step"] == 2) == kept
+    assert storage.read(BEST_MODEL)
