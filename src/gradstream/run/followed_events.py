@@ -12,6 +12,7 @@ from time import monotonic_ns
 from typing import Any
 
 from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.report.worth import Worth
 from gradstream.run.node import EVENTS
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
 from gradstream.runtime.storage import DiskStorage
@@ -71,6 +72,7 @@ class FollowedEvents:
         )
         self._struck_ns: dict[str, int] = {}  # when somebody has killed a node, who has said so
         self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
+        self._worth = Worth()
         self.zero_ns: int | None = None
         self.last: dict[str, Mapping[str, Any]] = {}
         self.carriers: dict[str, Mapping[str, str]] = {}
@@ -161,7 +163,9 @@ class FollowedEvents:
         self._said_ns[about] = now_ns
 
     def _say(self, event: Mapping[str, Any]) -> None:
-        """Prints the events that the user must know of on stderr."""
+        """Prints what the user must know of on stderr."""
+        if text := self._worth.note(event):
+            say(text, MESSAGE_BYTES)
         if event["event"] == "checkpoint_failed":
             kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
             text = f"no checkpoint of step {event['step']:,} ({event['who']}: {event['message']}); {kept}"

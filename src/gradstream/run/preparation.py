@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.runtime.event_log import disk_error
 from gradstream.transport.credentials import Credentials
+from gradstream.untrusted import say
 
 OnAddress = Callable[[Path, str, Sequence[str]], None]
 
@@ -144,6 +146,7 @@ class Preparation:
         options, logs = self._options, self._run_dir / "logs"
         if not (options.as_threads or options.adopts):
             self._check_machine()
+            self._say_what_is_odd()
         if options.detached is None:
             self.write_files()
         with self._writing():
@@ -170,6 +173,22 @@ class Preparation:
                 f"{nodes:,} processes on this machine (the coordinator, {shards:,} shards, {workers:,} workers) "
                 f"need more than {nodes * FORKED_BYTES / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are "
                 "free; nothing was started: take fewer workers or servers"
+            )
+
+    def _say_what_is_odd(self) -> None:
+        """Says what is allowed, and seldom meant."""
+        job, cores = self._plan.job, len(os.sched_getaffinity(0))
+        if self._options.is_trial:
+            return
+        workers = 0 if self._options.on_address else self._per_machine
+        if workers > cores and job.device == "cpu":
+            say(
+                f"{workers:,} workers share the {cores} cores of this machine: they are no faster than {cores}"
+            )
+        num_samples = job.data.num_samples
+        if num_samples and isinstance(job.batch_size, int) and job.batch_size > num_samples:
+            say(
+                f"batch_size={job.batch_size:,} is more than the {num_samples:,} samples: minibatches are smaller"
             )
 
     def spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
