@@ -149,7 +149,7 @@ def test_options_override_fields(recorder: Recorder) -> None:
         epochs=None,
         steps=7,
         seed=5,
-        run_dir=Path("here"),
+        run_dir=Path.cwd() / "here",
         noise_scale=True,
     )
 
