@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gradstream.errors import ConfigError
@@ -57,6 +57,7 @@ _LIBRARIES = [
 _LIBRARIES.append(os.path.join(os.path.realpath(Path(__file__).parents[1]), ""))
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def is_users(path: str | Path) -> bool:
     """Whether a file or folder is the user's: not of the standard library, an installed package, or this one."""
     real = os.path.realpath(path)
@@ -74,15 +75,26 @@ def imported_by(files: Mapping[str, Path], folders: Sequence[str]) -> dict[str, 
         files: where to begin, by the names of the modules; "" for a file that is no module.
         folders: where modules are looked for, in this order.
     """
-    found, left = dict[str, Path](), list(files.items())
+    found, left, seen = dict[str, Path](), list(files.items()), set[str]()
+    names_in = functools.cache(_names_in)  # a program of a thousand modules names each of them many times
     while left:
         module, path = left.pop()
         for name in _imports(path, module):
-            for new, file in _located(name, folders):
+            if name in seen:
+                continue
+            seen.add(name)
+            for new, file in _located(name, folders, names_in):
                 if new not in found and new not in files and is_users(file):
                     found[new] = file
                     left.append((new, file))
     return found
+
+
+def _names_in(folder: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:
+        return frozenset()
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
@@ -122,20 +134,31 @@ def _statements(path: Path, changed_ns: int, size: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _located(name: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def _located(
+    name: str, folders: Sequence[str], names_in: Callable[[str], frozenset[str]]
+) -> Iterator[tuple[str, Path]]:
     """The files of a module and of the packages around it, as far as they are in these folders."""
     if name.partition(".")[0] in sys.stdlib_module_names:
         return
-    within, parts = [Path(folder) for folder in folders], name.split(".")
+    within, parts = list(folders), name.split(".")
     for number, part in enumerate(parts, 1):
-        places = [(folder / part / "__init__.py", folder / f"{part}.py") for folder in within]
-        file = next((file for both in places for file in both if file.is_file()), None)
+        file = next(filter(None, (_file_of_module(folder, part, names_in) for folder in within)), None)
         if file is not None:
-            yield ".".join(parts[:number]), file
-        if file is None or file.name == "__init__.py":
-            within = [file.parent] if file else [one / part for one in within if (one / part).is_dir()]
+            yield ".".join(parts[:number]), Path(file)
+        if file is None:
+            within = [os.path.join(folder, part) for folder in within if part in names_in(folder)]
+        elif file.endswith("__init__.py"):
+            within = [os.path.dirname(file)]
         else:
             return
+
+
+def _file_of_module(folder: str, part: str, names_in: Callable[[str], frozenset[str]]) -> str | None:
+    """The file in a folder that a module of this name would be imported from; None without one."""
+    package, module = os.path.join(folder, part), os.path.join(folder, f"{part}.py")
+    if part in names_in(folder) and "__init__.py" in names_in(package):
+        return os.path.join(package, "__init__.py")
+    return module if f"{part}.py" in names_in(folder) and os.path.isfile(module) else None
 
 
 def file_of(spec: str) -> Path | None:
