@@ -133,6 +133,13 @@ def test_a_loss_of_a_node_is_said_at_once() -> None:
     assert "the coordinator" not in shown({**ruling, "ruling": 1})
 
 
+def test_a_process_that_a_signal_has_killed_is_told_with_the_signal() -> None:
+    said = {"event": "exited", "node": "launcher", "time_s": 1.0, "who": "worker-1", "status": -11}
+    how = "was killed by signal 11 (SIGSEGV)"
+    assert f"the process of worker-1 {how}" in shown(said | {"how": how})
+    assert shown(said | {"status": 0, "how": "ended with status 0"}) == shown(said | {"how": ""}) == ""
+
+
 def test_only_a_node_that_was_lost_is_back() -> None:
     """A later phase begins with workers that were not there before, and with those that it has in common."""
     again = [{**joined(f"worker-{rank}"), "epoch": 2} for rank in (0, 1)]

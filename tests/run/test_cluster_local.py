@@ -95,8 +95,12 @@ def test_a_killed_node_is_reported_with_its_signal_and_the_others_go_on(cluster:
         assert said["threads"] == 1, "what it imports starts threads: it must not fork"
     pids = dict(cluster.running)
     cluster.signal("a", signal.SIGKILL)
-    assert hear(cluster, "exited").items() >= {"exited": "a", "status": -signal.SIGKILL}.items()
+    said = hear(cluster, "exited")
+    assert said.items() >= {"exited": "a", "status": -signal.SIGKILL}.items()
+    assert "its launcher ended it" in said["cause"]
     assert list(cluster.running) == ["b"]
+    os.kill(cluster.running["b"], signal.SIGKILL)
+    assert hear(cluster, "exited")["cause"] == ""
     cluster.close()
     wait_until_dead(list(pids.values()))
 

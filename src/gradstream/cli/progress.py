@@ -190,6 +190,8 @@ class ProgressLine:
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
+            case "exited" if event["status"] < 0 and event.get("how"):
+                return f"the process of {event['who']} {event['how']}"
             case "gradient_refused":
                 where = f"{event['who']}, step {event['step']} (data epoch {event['epoch']}, batch {event['batch']})"
                 return f"refused a gradient of {where}: {event['what']}"

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 
 from gradstream.errors import ConfigError
+from gradstream.machine.control_group import fields_of, left_bytes, own_groups
 
 MOST_FILES, FILES, FILES_PER_NODE = 1 << 16, 48, 4
 """Open files: the most that are asked for, and what a node needs: measured over shm with 6 workers it has 20."""
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path | None = None) -> int | None:
@@ -19,7 +18,7 @@ def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path | None 
 
     The least of the machine's available memory and the rest of each limit of this process's control groups.
     """
-    found = [_available(meminfo), *_left_in_groups(group or _own_group())]
+    found = [_available(meminfo), *left_bytes(own_groups() if group is None else [group])]
     known = [size for size in found if size is not None]
     return min(known, default=None)
 
@@ -54,36 +53,5 @@ def allow_open_files(nodes: int) -> None:
 
 
 def _available(meminfo: Path) -> int | None:
-    fields = _fields(meminfo)
+    fields = fields_of(meminfo)
     return 1024 * fields["MemAvailable:"] if "MemAvailable:" in fields else None
-
-
-def _own_group() -> Path:
-    """The folder of this process's control group (version 2)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return CGROUPS
-    return CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
-
-
-def _left_in_groups(group: Path) -> list[int]:
-    """Bytes that each limit from a control group up to the root leaves. Cached files count as free."""
-    left = []
-    for folder in (group, *group.parents):
-        try:
-            limit = int((folder / "memory.max").read_text())
-            used = int((folder / "memory.current").read_text())
-        except (OSError, ValueError):  # none here, or "max"
-            continue
-        left.append(max(0, limit - used + _fields(folder / "memory.stat").get("inactive_file", 0)))
-    return left
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Lines of the form "name number …"."""
-    try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

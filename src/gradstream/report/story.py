@@ -49,7 +49,8 @@ def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
             moments.append(Moment(event["time_s"], "left", event["who"]))
     for event in by_kind["exited"]:
         if event["status"] < 0:
-            text = f"the process of {event['who']}, by signal {-event['status']}"
+            how = event.get("how") or f"was killed by signal {-event['status']}"
+            text = f"the process of {event['who']} {how}"
             moments.append(Moment(event["time_s"], "killed", text))
     for event in by_kind["coordinator"]:
         moments.append(Moment(event["time_s"], "coordinator", "a new process goes on"))

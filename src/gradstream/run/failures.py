@@ -77,6 +77,23 @@ def _peer_of(culprit: str, message: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else (culprit, message)
 
 
+def how_ended(status: int, cause: str = "") -> str:
+    """How a process ended, in words.
+
+    Args:
+        status: its exit status; minus the number of the signal that killed it.
+        cause: who or what killed it; "" if that is not known.
+    """
+    if status >= 0:
+        return f"ended with status {status}"
+    if cause or -status == signal.SIGKILL:
+        return f"was killed by signal {-status} ({cause or 'kill -9, or Linux where memory runs out: see dmesg'})"
+    try:
+        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-status}"
+
+
 _ENDED_EARLY = (
     " (a loop of your own joins the run when it calls session.wrap, session.split or session.exchange)"
 )
@@ -91,12 +108,18 @@ class EndedNodes:
 
     def __init__(self) -> None:
         self.statuses: dict[str, int] = {}
+        self._causes: dict[str, str] = {}  # why Linux killed a process, where that is known
         self._errors: dict[str, Mapping[str, Any]] = {}
 
     @property
     def first(self) -> str:
         """The node that ended first."""
         return next(iter(self.statuses))
+
+    def note(self, name: str, status: int, cause: str) -> None:
+        """Notes that the process of a node has ended, and why Linux killed it, if that is known."""
+        self.statuses[name] = status
+        self._causes[name] = cause
 
     def report(self, name: str, error: Mapping[str, Any]) -> None:
         """Notes the error, message and traceback that a node has sent."""
@@ -123,6 +146,7 @@ class EndedNodes:
     def forget(self, name: str) -> None:
         """Forgets how a node has ended: it is started again."""
         self.statuses.pop(name, None)
+        self._causes.pop(name, None)
         self._errors.pop(name, None)
 
     def failed_with(self, *errors: type[Exception]) -> str | None:
@@ -132,11 +156,7 @@ class EndedNodes:
 
     def how(self, name: str) -> str:
         """How the process of a node ended, in words."""
-        status = self.statuses[name]
-        if status >= 0:
-            return f"ended with status {status}"
-        by = " (kill -9, or Linux where memory runs out: see dmesg)" if -status == signal.SIGKILL else ""
-        return f"was killed by signal {-status}{by}"
+        return how_ended(self.statuses[name], self._causes.get(name, ""))
 
     def error_of(self, name: str, log_tail: Callable[[str, int], str]) -> GradstreamError:
         """Why a node ended: the error that it reported, or else its exit status and the end of its log."""

@@ -131,11 +131,11 @@ class FollowedEvents:
         if "struck" in message:
             self._struck_ns[message["struck"]] = message["at_ns"]
 
-    def exited(self, name: str, status: int, at_ns: int | None) -> None:
-        """Adds the event that a process has ended before the run; `at_ns` is when its parent saw that."""
+    def exited(self, name: str, status: int, at_ns: int | None, how: str) -> None:
+        """Adds the event that a process has ended before the run, as `how` says; its parent saw that at `at_ns`."""
         if name == COORDINATOR:
             self.mend()  # half a line
-        self.emit(ExitedEvent(who=name, status=status), self._struck_ns.pop(name, at_ns))
+        self.emit(ExitedEvent(who=name, status=status, how=how), self._struck_ns.pop(name, at_ns))
 
     def mend(self) -> bool:
         """Removes a half-written last line of a coordinator that was killed. False if that fails."""

@@ -26,7 +26,7 @@ from gradstream.errors import (
 )
 from gradstream.job.job import Job, is_script
 from gradstream.run.ending import Ending
-from gradstream.run.failures import EndedNodes, failed_event
+from gradstream.run.failures import EndedNodes, failed_event, how_ended
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local import NODE, SCRIPT, Cluster
 from gradstream.run.local.signals import StopSignals, stop_signal
@@ -237,7 +237,9 @@ class Launcher:
     def _take(self, message: dict[str, Any]) -> None:
         """Handles a message of a node or a machine."""
         if "exited" in message:
-            self._note_exit(message["exited"], message["status"], message.get("at_ns"))
+            self._note_exit(
+                message["exited"], message["status"], message.get("at_ns"), message.get("cause", "")
+            )
         elif "error" in message:
             self._ended.report(message["from"], message)
         elif self._machines is not None and ("machine" in message or "insecure" in message):
@@ -261,20 +263,20 @@ class Launcher:
         elif "unwritten" in message:
             self._events.take(message["unwritten"].encode().splitlines())
 
-    def _note_exit(self, name: str, status: int, at_ns: int | None) -> None:
+    def _note_exit(self, name: str, status: int, at_ns: int | None, cause: str) -> None:
         """Notes that a node has ended. One that was killed or evicted while others train is started again."""
         self._events.read()
         if self._shards.is_extra(name):
             return
         if "started" in self._events.last and not self._is_ending:
-            self._events.exited(name, status, at_ns)
+            self._events.exited(name, status, at_ns, how_ended(status, cause))
         self._comebacks.ended(name)
         if name == COORDINATOR:
             training = "started" in self._events.last and bool(self._cluster.running or self._machines)
             if self._comebacks.coordinator.may_follow(status, training):
                 self._start_node(COORDINATOR, again=["--listen", self._address.split()[0], "--again"])
                 return
-        self._ended.statuses[name] = status
+        self._ended.note(name, status, cause)
         training = "started" in self._events.last and not self._has_ended
         if training and self._ended.was_lost(name):
             self._comebacks.start_soon(name, time.monotonic())

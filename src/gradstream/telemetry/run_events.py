@@ -80,6 +80,7 @@ class ExitedEvent(Event):
     name: ClassVar[str] = "exited"
     who: str
     status: int  # its exit status; minus the number of the signal that killed it
+    how: str = ""  # the same in words, with the cause where it is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ One JSON object per line. In:  {"start": name, "main": "module:function", "argv"
                           and  {"signal": name, "number": 9}
                           and  {"close": true}: kill all nodes, and end
 Out, to the file descriptor REPLIES:
-     {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal, "at_ns": monotonic}, and
+     {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal, "at_ns": monotonic,
+     "cause": why signal 9 killed it; "" if that is not known}, and
 each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
 command line, besides `WARM`, before it forks.
 
@@ -42,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradstream.machine.control_group import MemoryKills
 from gradstream.run.local.door import open_writer
 from gradstream.run.local.node_log import log_stream
 from gradstream.run.local.signals import sigterm_of_nodes
@@ -61,6 +63,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 NOT_CALLED = 70  # exit status of a node whose main function could not be called
 
+OF_LAUNCHER = "its launcher ended it, since the others could not wait for it"
+
 ORDER_BYTES = 1 << 20
 """Longest order."""
 
@@ -74,6 +78,7 @@ class _Child:
     pid: int
     pipe: int  # read end of the pipe for its messages
     unread: bytes = b""  # beginning of a message
+    struck: bool = False  # the launcher had it killed
 
 
 class _Server:
@@ -95,6 +100,7 @@ class _Server:
         self._closing = False
         self._pending = b""
         self._children: dict[int, _Child] = {}
+        self._memory_kills = MemoryKills()
         self._selector = selectors.DefaultSelector()
         self._wakeup, write_end = os.pipe()
         os.set_blocking(self._wakeup, False)
@@ -190,6 +196,7 @@ class _Server:
     def _signal(self, name: str, number: int) -> None:
         for child in self._children.values():
             if child.name == name:
+                child.struck |= number == signal.SIGKILL
                 os.kill(child.pid, number)
 
     def _start(self, order: dict[str, Any]) -> None:
@@ -232,8 +239,11 @@ class _Server:
             self._hear(child)
             if child.pipe >= 0:  # a process that the node has started still holds the other end
                 self._hang_up(child)
-            ended = {"exited": child.name, "status": os.waitstatus_to_exitcode(status)}
-            self._reply({**ended, "at_ns": time.monotonic_ns()})
+            code = os.waitstatus_to_exitcode(status)
+            ended: dict[str, Any] = {"exited": child.name, "status": code, "at_ns": time.monotonic_ns()}
+            if code == -signal.SIGKILL:
+                ended["cause"] = OF_LAUNCHER if child.struck else self._memory_kills.cause()
+            self._reply(ended)
 
     def _reply(self, message: dict[str, Any]) -> None:
         """Sends a message to the launcher; where it is gone, another one gets it later."""

@@ -22,6 +22,7 @@ from gradstream.errors import RESUMABLE, ConfigError, DeadlineError, JoinRefused
 from gradstream.job.code import keep, users_code
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
+from gradstream.run.failures import how_ended
 from gradstream.run.local import NODE, SCRIPT, LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.local.signals import stop_signal
@@ -261,7 +262,8 @@ class _Machine:
             elif "error" in message:
                 self._errors[message["from"]] = message
             elif "exited" in message:
-                await self._report(cluster, message["exited"], message["status"])
+                how = how_ended(message["status"], message.get("cause", ""))
+                await self._report(cluster, message["exited"], message["status"], how)
 
     async def _let_leave(self, cluster: LocalCluster, status: int) -> None:
         """Waits until the nodes have ended, up to LEAVE_S; for scripts of a finished run as long as they take."""
@@ -271,7 +273,7 @@ class _Machine:
                 await self._entrance.runtime.sleep(POLL_S)
                 waited_s += POLL_S
 
-    async def _report(self, cluster: LocalCluster, who: str, status: int) -> None:
+    async def _report(self, cluster: LocalCluster, who: str, status: int, how: str) -> None:
         said = self._errors.pop(who, None)
         if said is not None:
             report = v1.Report(
@@ -282,7 +284,6 @@ class _Machine:
                 status=status,
             )
         elif status not in EXPECTED:
-            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             message = f"its process on {self._name} {how}; the end of its log:\n{cluster.log_tail(who, 5)}"
             report = v1.Report(error="PeerLostError", message=message, who=who, status=status)
         else:
