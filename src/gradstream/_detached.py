@@ -33,6 +33,7 @@ from gradstream.run.local.door import DOOR
 from gradstream.run.local.link import ForkserverLink, python_environment, there
 from gradstream.run.local.node_log import log_stream
 from gradstream.run.local.signals import StopSignals
+from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def start_launcher(run_dir: Path, *, begin: bool, cwd: str | None = None) -> Non
         log.parent.mkdir(exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise DiskError(f"{log} cannot be written: {error.strerror}; nothing was started") from error
+        raise DiskError(
+            f"{log} cannot be written: {error.strerror}; nothing was started: {disk_remedy(error)}"
+        ) from error
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, *(["--begin"] if begin else []), str(run_dir)],

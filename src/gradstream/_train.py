@@ -35,6 +35,7 @@ from gradstream.run.ray.engine import RayEngine, words_of
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
+from gradstream.runtime.event_log import disk_remedy
 from gradstream.runtime.storage import private_folder
 from gradstream.trackers.services import check_trackers
 
@@ -310,7 +311,7 @@ def make_run_dir(job: Job) -> Path:
     except OSError as error:
         raise ConfigError(
             f"run directory {error.filename or job.run_dir} cannot be made: {error.strerror}; "
-            "name another with run_dir=, or --run-dir"
+            f"{disk_remedy(error)}, or name another with run_dir=, or --run-dir"
         ) from error
 
 

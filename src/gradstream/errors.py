@@ -14,7 +14,7 @@
     ├── DeadlineError (TimeoutError)    a peer was silent for longer than allowed
     ├── DiskError (OSError)             the disk of the run directory is full or broken
     ├── DivergedError                   a replay differs from the recorded run; says where
-    ├── ReplicasDifferError             you: your loop changes the replicas differently on each worker
+    ├── ReplicasDifferError             replicas differ: your loop, or the machines, or a bug of ours
     ├── RefusedError                    a peer understood the request and said no
     │   └── JoinRefusedError            you: `gradstream join` with another token, file, data or version
     ├── ClosedError                     used after it was closed
@@ -115,7 +115,21 @@ class DivergedError(GradstreamError):
 
 
 class ReplicasDifferError(GradstreamError):
-    """Replicas that must be equal differ between workers; the message names the step and the values."""
+    """Replicas that must be equal differ between workers.
+
+    Args:
+        message: names the step and the values, and what of the user's own script may be the cause.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message}. {self._OTHERWISE}")
+
+    _OTHERWISE = (
+        "If the script does the same on every worker, it is something else: other versions of torch or of a library on "
+        "one machine (`gradstream doctor`), a data file that differs there, operations of a GPU that sum in any order "
+        "(torch.use_deterministic_algorithms), a machine that computes wrongly, or a bug of gradstream: please report "
+        "it if two workers on one machine differ"
+    )
 
 
 class PreflightError(GradstreamError):

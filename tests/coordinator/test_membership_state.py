@@ -197,6 +197,8 @@ def test_the_deadline_for_joining_names_who_is_missing() -> None:
     assert isinstance(failed, FailedEvent)
     assert "worker-0, worker-1" in failed.message
     assert "in: shard-0" in failed.message
+    assert "within 60 s" in failed.message and "its log" in failed.message
+    assert "Deadlines(join_s=...)" in failed.message and "--set deadlines.join_s=" in failed.message
     assert membership.notice.phase == v1.Notice.ABORTED
     assert membership.notice.culprit == "worker-0"
     assert not gathered().overdue(0.0)

@@ -11,7 +11,9 @@ from gradstream.report.charts import Curve, histogram, line_chart, ticks
 from gradstream.report.figures import cost_of, figures_of
 from gradstream.report.timeline import REST, lanes_of, pieces
 from gradstream.report.units import count_text, size_text, time_text
+from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.listing import list_runs
+from gradstream.run.local.door import DOOR, make_pipe, open_reader
 
 Event = dict[str, Any]
 
@@ -241,5 +243,19 @@ def test_the_runs_of_a_folder(tmp_path: Any) -> None:
         ("a", "finished"), ("b", "failed"), ("c", "unfinished"), ("d", "unfinished"),
     ]  # fmt: skip
     assert (runs[0]["accuracy"], runs[0]["train_s"]) == (0.75, 2.0)
+    with (
+        launcher_lock(tmp_path / "b", LauncherRecord.here(events_from=0)),
+        launcher_lock(tmp_path / "c", LauncherRecord.here(events_from=0)),
+    ):
+        assert [run["status"] for run in list_runs(tmp_path)] == [
+            "finished",
+            "failed",
+            "running",
+            "unfinished",
+        ]
+    make_pipe(tmp_path / "d" / DOOR)
+    assert [run["status"] for run in list_runs(tmp_path)][2:] == ["unfinished", "unfinished"]
+    with open(open_reader(tmp_path / "d" / DOOR), "rb"):  # a forkserver whose launcher has died
+        assert [run["status"] for run in list_runs(tmp_path)][2:] == ["unfinished", "running"]
     with pytest.raises(ConfigError, match="no such folder"):
         list_runs(tmp_path / "nowhere")

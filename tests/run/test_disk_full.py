@@ -299,7 +299,7 @@ def test_final_parameters_wait_for_room(number: int) -> None:
         director = cluster.virtual.runtime("director")
         await director.sleep(5.0)
         storage.error = number
-        while not any("final parameters wait for room" in text for text in told):
+        while not any("final parameters wait for the disk" in text for text in told):
             await director.sleep(0.1)
         await director.sleep(10.0)
         storage.error = 0

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gradstream.errors import ConfigError
+from gradstream.job.files import load_job
+
 SHADOWS = ("logging", "html", "types", "random", "secrets", "sqlite3", "selectors", "email")
 """Modules of the standard library that users' folders have files of, by accident or not."""
 
@@ -106,3 +109,24 @@ def test_a_module_of_a_package_that_runs_as_main_finds_its_package(tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0 and done.stdout.split()[-1] == "16", done.stderr
+
+
+def test_a_module_that_is_not_found_is_told_where_it_lies_and_where_was_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "lost_package" / "jobs"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text("import not_installed_here\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    with pytest.raises(ConfigError) as caught:
+        load_job("lost_package.jobs.one:job")
+    assert f"PYTHONPATH={tmp_path} before the command" in str(caught.value)
+    assert f"name the file: {folder / 'one.py'}:job" in str(caught.value)
+    with pytest.raises(
+        ConfigError, match=rf"PYTHONPATH=/nowhere.*not in {folder} either: `cd` to the folder"
+    ):
+        load_job("lost_package.jobs.two:job")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"No module named 'not_installed_here'$"):
+        load_job("lost_package.jobs.one:job")  # it was found, and lacks another one

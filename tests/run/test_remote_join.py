@@ -27,6 +27,7 @@ import gradstream as gs
 from gradstream.data.checksum import checksum_of
 from gradstream.errors import GradstreamError, Interrupted, exit_code
 from gradstream.job.files import load_job
+from gradstream.run.remote import join as joining_module
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.entrance import Entrance
@@ -322,6 +323,7 @@ def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> Non
     [
         ({"address": Address("0.0.0.0")}, "name the one address"),
         ({"address": Address("::")}, "name the one address"),
+        ({"address": "0.0.0.0:4000"}, "name the one address"),
         ({"machines": 0}, "wait=0"),
         ({"workers_per_machine": 2}, "2 machines with 2 workers each have 4"),
         ({"servers_on": "each"}, "servers_on='each': expected one of 'all', 'launcher'"),
@@ -333,6 +335,26 @@ def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part
     listening = replace(Listening(address=LOOPBACK, machines=2), **options)
     with pytest.raises(gs.errors.ConfigError, match=re.escape(part)):
         gs.train(load_job(str(linear)), listen=listening, workers=2)
+
+
+def test_an_address_as_text_is_one_and_anything_else_is_refused() -> None:
+    assert Listening(address="127.0.0.1:4000", machines=2).port_of("coordinator") == 4001
+    for wrong in ("1.2.3.4:5:6", ("127.0.0.1", 4000), None):
+        with pytest.raises(gs.errors.ConfigError, match=r"10\.0\.0\.1:4000.* for example"):
+            Listening(address=wrong, machines=2)  # type: ignore[arg-type]  # as a user's script may
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1", "127.0.0.1"])
+def test_a_name_that_leads_to_loopback_is_refused_and_loopback_itself_is_not(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian's /etc/hosts has the name of the machine."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: found)
+    with pytest.raises(gs.errors.ConfigError, match=rf"leads to {own} here.*`ip address` shows it"):
+        Address("node-a", 4000).check_listen()
+    for asked in ("localhost", "localhost.localdomain", "127.0.0.1", "127.0.1.1", "::1"):
+        Address(asked).check_listen()
 
 
 def test_workers_that_share_one_vector_are_refused_before_other_machines_are_waited_for(linear: Path) -> None:
@@ -547,6 +569,32 @@ def test_tls_where_plain_text_is_spoken(linear: Path) -> None:
             made.joining(linear, insecure=False, fingerprint=fingerprint)
         )
     assert {"insecure": str(made.join_service.address)} in made.heard  # it says so
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_who_has_lost_its_launcher_says_that_it_comes_back_only_where_it_tries(
+    refused: bool, linear: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reach(*_: Any, **options: Any) -> None:
+        error = gs.errors.PeerLostError("launcher", "cannot be reached")
+        error.__context__ = ConnectionRefusedError() if refused else OSError()
+        raise error
+
+    async def never(again: bool) -> int:
+        raise AssertionError("it was not reached")
+
+    monkeypatch.setattr(joining_module, "reach", reach)
+    monkeypatch.setattr(joining_module, "AGAIN_S", 0.01)
+    cut_off, notes = joining_module._CutOffError(), list[str]()
+    cut_off.__cause__ = gs.errors.PeerLostError("launcher", "the connection was lost")
+    joining = Joining(address=LOOPBACK.at(4000), job=str(linear), token=TOKEN)
+    with pytest.raises(gs.errors.PeerLostError, match="the connection was lost"):
+        joining_module._come_back(never, joining, cut_off, 0.05, notes.append)
+    assert len(notes) == 2 and notes[0].endswith("the nodes here have ended")
+    says = (
+        "nobody listens at 127.0.0.1:4000 any more" if refused else "trying to come back, for 0.05 s at most"
+    )
+    assert notes[1].startswith(says)
 
 
 def test_what_is_not_there_is_named(linear: Path) -> None:

@@ -92,6 +92,8 @@ def test_a_worker_that_is_stopped_for_longer_is_lost_alone_and_learns_why(tmp_pa
     assert (lost(run), error) == (["worker-1"], "")
     assert "EvictedError: worker-1 was stopped" in last
     assert f"silent for {LEASE_S:g} s" in last
+    (left,) = [event for event in run.events if event["event"] == "left" and event["lost"]]
+    assert "stands still" in left["reason"] and "--set deadlines.lease_s=" in left["reason"]
 
 
 def test_a_shard_that_is_stopped_for_longer_is_blamed_alone(tmp_path: Path) -> None:

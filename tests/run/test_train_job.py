@@ -357,6 +357,7 @@ def test_workers_with_different_models_are_refused(write: Callable[..., str]) ->
         gs.train(load_job(path))
     assert "worker-0" in str(caught.value)
     assert "worker-1" in str(caught.value)
+    assert "nodes have built different models" in "".join(caught.value.__notes__)
 
 
 def killer(victim: str, at_step: int = 3) -> Callable[[Mapping[str, Any]], None]:

@@ -121,7 +121,11 @@ def job_options(command: Command) -> Command:
         ),
         click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
         click.option("--epochs", type=int, help="Passes over the data."),
-        click.option("--steps", type=int, help="Minibatches of each worker, instead of --epochs."),
+        click.option(
+            "--steps",
+            type=int,
+            help="Steps of each worker, instead of --epochs: minibatches, or rounds under strategies in rounds.",
+        ),
         click.option("--device", metavar="NAME", help="Device of the workers: cpu, cuda, cuda:1, auto."),
         click.option("--carrier", metavar="NAME", help="Carrier of chunks: auto, grpc, tcp, shm."),
         click.option("--seed", type=int, help="Seed of parameters, order of samples and dropout."),

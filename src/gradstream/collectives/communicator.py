@@ -28,6 +28,7 @@ from gradstream.errors import (
     RefusedError,
 )
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import STILL, to_wait_longer
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.transport.silence import Broadcast
 from gradstream.untrusted import escaped
@@ -286,7 +287,8 @@ class Communicator:
                     continue
                 left_s = self.runtime.left_s(stream.heard_ns, lost_s)
                 if left_s <= 0:
-                    self._break(LostRank(self.names[rank], True, f"silent for {lost_s:g} s in a group"))
+                    text = f"silent for {lost_s:g} s in a group: {STILL}; {to_wait_longer('silence_s')}"
+                    self._break(LostRank(self.names[rank], True, text))
                     return
                 next_s = min(next_s, left_s)
                 try:

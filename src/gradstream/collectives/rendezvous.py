@@ -15,6 +15,7 @@ from functools import partial
 from gradstream.collectives.group import GroupMembers
 from gradstream.errors import DeadlineError, RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import STILL, to_wait_longer
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
@@ -122,7 +123,8 @@ class Rendezvous:
 
     def _absent(self, name: str) -> DeadlineError:
         message = (
-            f"has not come to the group of epoch {self._members.epoch} within {self._members.silence_s:g} s"
+            f"has not come to the group of epoch {self._members.epoch} within {self._members.silence_s:g} s: "
+            f"{STILL}; {to_wait_longer('silence_s')}"
         )
         return DeadlineError(name, message)
 

@@ -18,6 +18,7 @@ from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.stand_ins import StandIns
+from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.telemetry.events import Event, LeftEvent, StartedEvent
 from gradstream.wire import v1
 
@@ -33,6 +34,7 @@ class Gathering:
         phases: the phase of the run.
         stand_ins: which worker computes a lost worker's share of each round; None if nobody does.
         participation: which workers take part; None if all do.
+        join_s: see `Deadlines`.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Gathering:
         phases: Phases,
         stand_ins: StandIns | None,
         participation: ParticipationSchedule | None,
+        join_s: float,
     ) -> None:
+        self._join_s = join_s
         self._started = started
         self._nodes = nodes
         self._admission = admission
@@ -67,9 +71,9 @@ class Gathering:
         if self._phases.stretch.continues and self._phases.can_begin:
             return self._begin_without(missing, at_s)
         text = (
-            f"did not join in time: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}); see their logs. "
-            "A worker joins when it has its model, in a loop of your own at session.wrap; if that takes longer, "
-            "set deadlines=gradstream.Deadlines(join_s=...)"
+            f"did not join within {self._join_s:g} s: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}). "
+            "A worker joins when it has its data and its model, in a loop of your own at session.wrap: that takes "
+            f"longer, or its process hangs; its log in the folder logs says where it is; {to_wait_longer('join_s')}"
         )
         return self._phases.abort(missing[0], "DeadlineError", text)
 

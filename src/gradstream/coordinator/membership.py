@@ -40,7 +40,7 @@ from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError, NonFiniteError, PeerLostError
-from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.deadlines import Deadlines, to_wait_longer
 from gradstream.telemetry.events import (
     BackedUpEvent,
     JoinedEvent,
@@ -145,6 +145,7 @@ class Membership:
             self.phases,
             self.stand_ins,
             self.participation,
+            self.deadlines.join_s,
         )
         first_round = resume.rounds if resume is not None else 0
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
@@ -434,7 +435,7 @@ class Membership:
         """Ends the run if a lost shard has not come back."""
         if self.phases.over or self.nodes.get(shard) is not None:
             return []
-        message = f"no new process of it has joined within {waited_s:g} s"
+        message = f"no new process of it has joined within {waited_s:g} s; {to_wait_longer('retry_s')}"
         return self.phases.abort(shard, PeerLostError.__name__, message)
 
     # ---- requests about the run -----------------------------------------------------------

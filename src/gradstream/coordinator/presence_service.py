@@ -10,6 +10,7 @@ from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.event_gate import Admitted, EventGate
 from gradstream.coordinator.instructions import Refuse
 from gradstream.errors import PeerLostError, RefusedError
+from gradstream.runtime.deadlines import STILL, to_wait_longer
 from gradstream.runtime.throttle import Throttle
 from gradstream.runtime.wakeup import Wakeup
 from gradstream.telemetry.events import Event, RefusedEventsEvent
@@ -166,6 +167,7 @@ class PresenceService:
         lease_s = self._context.deadlines.lease_s
         for node in self._membership.nodes.as_notice():
             why = f"did not come back within {lease_s:g} s after the coordinator was started again"
+            why = f"{why}; {to_wait_longer('lease_s')}"
             self._await(self._expect(node, None), node.name, why, self.certificates.get(node.name, b""))
         for shard in self._membership.nodes.missing_shards:
             self._await_shard(shard)
@@ -194,7 +196,7 @@ class PresenceService:
     def _remove(self, attendance: _Attendance, who: str, reason: str, certificate: bytes) -> None:
         del self._attending[who]
         attendance.refusals.close()
-        self._reasons[who] = reason or "it left"
+        self._reasons[who] = reason.partition(f": {STILL}")[0] or "it left"  # to the node itself, which knows
         context = self._context
         context.carry_out(self._membership.lost(who, reason, context.age_s(), certificate))
         if who in self._membership.nodes.missing_shards and not self._membership.phases.over:

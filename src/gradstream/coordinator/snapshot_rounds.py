@@ -27,7 +27,7 @@ from gradstream.coordinator.last_attempt import LastAttempt
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot import Snapshot
-from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.deadlines import Deadlines, to_wait_longer
 from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
@@ -164,7 +164,8 @@ class SnapshotRounds:
             return []
         torn = [] if self._estates is None else self._estates.awaited
         names = ", ".join(snapshot.awaited or torn) or "the coordinator"
-        return self.fail(names, f"nothing came from {names} within {limit_s:g} s", at_s)
+        more = f"; {to_wait_longer('cut_s')}" if snapshot.pauses_workers else ""
+        return self.fail(names, f"nothing came from {names} within {limit_s:g} s{more}", at_s)
 
     def stop(self, at_s: float) -> list[Instruction]:
         """Lets the run stop with a snapshot: with the one under way, if workers are still paused for it."""

@@ -25,6 +25,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from gradstream.errors import DataError
+from gradstream.runtime.event_log import disk_remedy
 
 READ_BYTES = 1 << 18
 SILENCE_S = 30.0
@@ -153,13 +154,13 @@ def download(
             _verified(partial, file, last=True)
         partial.finish()
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
                 f"the disk of {to.parent} is full; the bytes so far are kept: make room and start again, or set "
                 "XDG_CACHE_HOME to a folder on another disk"
             ) from error
         raise DataError(
-            f"{to} cannot be written ({error}); set XDG_CACHE_HOME to a folder that you may write to"
+            f"{to} cannot be written ({error}); {disk_remedy(error)}, or set XDG_CACHE_HOME to another folder"
         ) from error
 
 

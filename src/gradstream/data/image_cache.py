@@ -26,6 +26,7 @@ import numpy as np
 from gradstream.data.archive import is_inside
 from gradstream.data.lock import machine_lock
 from gradstream.errors import DataError
+from gradstream.runtime.event_log import disk_remedy
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -98,7 +99,8 @@ def open_cache(
                     _make(folder, source, size, last)
         except OSError as error:
             raise DataError(
-                f"the image cache {folder} cannot be written ({error}); name another folder: cache="
+                f"the image cache {folder} cannot be written ({error}); {disk_remedy(error)}, or name another "
+                "folder: cache="
             ) from error
     try:
         manifest = _read_manifest(folder / "manifest.json")

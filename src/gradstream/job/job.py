@@ -102,7 +102,7 @@ class Job:
         quarantine_after: number of such gradients of one worker in a row for which it counts as lost. If the
             newest gradients of all others are not finite either, the model has diverged, and the run ends.
         epochs: passes over the data. Exactly one of `epochs`, `steps` and `phases` is given.
-        steps: steps per worker: minibatches, or k of them with `accumulate`.
+        steps: steps per worker: minibatches, or k of them with `accumulate`; rounds, under strategies in rounds.
         phases: the run is divided into these, one after the other, each with a strategy, number of workers, batch size
             and learning rate of its own: see `gradstream.job.phases.Phase`.
         evaluate_every: steps (synchronous: rounds) between two evaluations on held-out samples, or "epoch".

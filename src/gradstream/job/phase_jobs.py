@@ -10,7 +10,7 @@ from typing import Any
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.errors import ConfigError
-from gradstream.job.job import Job
+from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phases import Phase
 from gradstream.job.registry import find_strategy
 from gradstream.optim.base import Optimizer
@@ -106,6 +106,13 @@ def measured_first(job: Job) -> Job:
     """
     if job.strategy != AUTO:
         return job
+    if is_open_ended(job):
+        raise ConfigError(
+            f"strategy={AUTO!r} with a training loop of your own: it first makes {MEASURED_STEPS} steps to measure the "
+            "links, and then steps of another kind, which only a run can do that makes its steps itself. Name a "
+            "strategy: 'allreduce' where links are quick, 'local-sgd' where they are slow; or pass a model and data "
+            "to train()"
+        )
     if job.phases:
         raise ConfigError(
             f"strategy={AUTO!r} with phases; leave it out here, and give it to each phase that is to exchange so"

@@ -19,6 +19,7 @@ from typing import Any
 from gradstream.errors import DataError
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
+from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import parse_json, say
 
 FOLDER = "recording"
@@ -94,7 +95,7 @@ class Log:
                 self.ended, self._waiting = True, []
                 say(f"{self._path}: the recording ends here: {error}")
             elif not waited:
-                say(f"{self._path}: the recording waits for room on the disk: {error}")
+                say(f"{self._path}: the recording waits for the disk: {error}; {disk_remedy(error)}")
 
 
 @dataclass(frozen=True, slots=True)

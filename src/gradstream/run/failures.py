@@ -35,6 +35,20 @@ NAME_BYTES, MESSAGE_BYTES, TRACEBACK_BYTES = 128, 8192, 1 << 16
 TAIL_LINES, TAIL_BYTES = 5, 1024
 """The part of a node's log that an error shows."""
 
+_MOST_LIKELY = {
+    "BAD_FINGERPRINT": (
+        "nodes have built different models. Most likely the model depends on something that differs between them: an "
+        "environment variable, a random shape, a file that is not the same on each machine, or a job file that was "
+        "edited while the run started"
+    ),
+    "BAD_REQUEST": (
+        "a node was sent something that it cannot use. Most likely its versions of gradstream, torch or the job differ "
+        "from the others' (`gradstream doctor` prints them), or a program of another run answers at its address; if "
+        "neither is so, it is a bug of gradstream: please report it, with the folder logs of the run directory"
+    ),
+}
+"""What a code that a node refuses with means to a user."""
+
 _OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, NonFiniteError, DataError)}
 _OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
 
@@ -49,7 +63,10 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
     if error in _OF_PEER:
         return _OF_PEER[error](*_peer_of(culprit, message))
     if error == "RefusedError" and (found := re.match(r"(\S+) refused \((\w+)\): (.*)", message, re.DOTALL)):
-        return RefusedError(found[1], found[2], found[3])
+        refused = RefusedError(found[1], found[2], found[3])
+        if refused.code in _MOST_LIKELY:
+            refused.add_note(f"{refused.code}: {_MOST_LIKELY[refused.code]}")
+        return refused
     kind = getattr(errors, error, None)
     for base in (InternalError, ConfigError, DiskError, GradstreamError):
         if isinstance(kind, type) and issubclass(kind, base):

@@ -8,7 +8,7 @@ from gradstream.errors import GradstreamError
 from gradstream.job.code import run_kept
 from gradstream.run.reopen import reopen
 from gradstream.run.result import Run
-from gradstream.runtime.event_log import disk_error
+from gradstream.runtime.event_log import disk_error, disk_remedy
 from gradstream.telemetry.events import EvaluatedEvent, encode
 from gradstream.untrusted import say
 from gradstream.worker.evaluation import Evaluation
@@ -68,4 +68,4 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
         with (run.path / "events.jsonl").open("ab") as file:
             file.write(encode(event, node="launcher", time_s=time_s))
     except OSError as error:
-        say(f"{run.path} does not keep the evaluation: {disk_error(error)}")
+        say(f"{run.path} does not keep the evaluation: {disk_error(error)}; {disk_remedy(error)}")

@@ -37,6 +37,7 @@ from gradstream.run.records import add_to_run_json
 from gradstream.run.reshards import ShardChanges
 from gradstream.run.restarts import Comebacks, Succession
 from gradstream.run.result import FINAL_MODEL
+from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.runtime.event_log import disk_error
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
@@ -218,7 +219,9 @@ class Launcher:
                 raise self._error_of(self._ended.first)
             if waited * POLL_S > deadline_s:
                 raise DeadlineError(
-                    COORDINATOR, f"did not start within {deadline_s:g} s; see {self._run_dir / 'logs'}"
+                    COORDINATOR,
+                    f"did not start within {deadline_s:g} s: it imports the job first, which takes longer, or hangs; "
+                    f"see {self._run_dir / 'logs'}; {to_wait_longer('join_s')}",
                 )
         return self._address
 
@@ -385,8 +388,8 @@ class Launcher:
                 if others_gone * POLL_S > self._job.deadlines.patience_s:
                     raise PeerLostError(
                         COORDINATOR,
-                        f"did not end the run within {self._job.deadlines.patience_s:g} s after all other nodes had "
-                        f"ended; see {self._run_dir / 'logs'}",
+                        f"did not end the run within {self._job.deadlines.patience_s:g} s (deadlines.coordinator_s) "
+                        f"after all other nodes had ended; see {self._run_dir / 'logs'}",
                     )
         self._events.read()
         if "stopped" in self._events.last:

@@ -10,6 +10,8 @@ from gradstream.errors import ConfigError
 from gradstream.report.story import Status, status_of
 from gradstream.report.summary import summary_of
 from gradstream.run.files import read_record
+from gradstream.run.launcher_lock import holder_of
+from gradstream.run.local.door import DOOR, has_reader
 from gradstream.telemetry.event_lines import read_events
 from gradstream.telemetry.events import EventDict
 
@@ -17,11 +19,12 @@ from gradstream.telemetry.events import EventDict
 class RunEntry(TypedDict):
     """A run in a list of runs. A figure is None if the events of the run do not contain it.
 
-    `damaged` is "", or a message that names a damaged file of the run and the remedy.
+    A run that has not ended is "running" while it has a launcher, or nodes that wait for one, on this machine;
+    otherwise it is "unfinished". `damaged` is "", or a message that names a damaged file of the run and the remedy.
     """
 
     path: Path
-    status: Status | Literal["damaged"]
+    status: Status | Literal["damaged", "running"]
     strategy: str | None
     accuracy: float | None
     loss: float | None
@@ -57,7 +60,7 @@ def _entry(path: Path) -> RunEntry:
     accuracy = [event["accuracy"] for event in events if event["event"] == "evaluated"]
     return RunEntry(
         path=path,
-        status="damaged" if damaged else status_of(events),
+        status="damaged" if damaged else _status(path, events),
         strategy=figures["strategy"],
         accuracy=accuracy[-1] if accuracy else None,
         loss=figures["loss"],
@@ -65,3 +68,14 @@ def _entry(path: Path) -> RunEntry:
         train_s=figures["train_s"],
         damaged=damaged,
     )
+
+
+def _status(path: Path, events: Sequence[EventDict]) -> Status | Literal["running"]:
+    status = status_of(events)
+    if status != "unfinished":
+        return status
+    try:
+        lives = holder_of(path) is not None or has_reader(path / DOOR)
+    except (ConfigError, OSError):  # another user's run
+        lives = False
+    return "running" if lives else status

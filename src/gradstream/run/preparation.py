@@ -26,7 +26,7 @@ from gradstream.run.plan import RunPlan
 from gradstream.run.records import write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
-from gradstream.runtime.event_log import disk_error
+from gradstream.runtime.event_log import disk_error, disk_remedy
 from gradstream.transport.credentials import Credentials
 from gradstream.untrusted import say
 
@@ -130,7 +130,7 @@ class Preparation:
             return
         at, listening = Address("127.0.0.1"), options.listening
         if listening is not None:
-            at = listening.address.at(listening.meeting_port(self._plan.servers))
+            at = listening.own.at(listening.meeting_port(self._plan.servers))
         with hold_port(at.host, at.port) as held:
             self._meeting = str(at.at(held.getsockname()[1]))
             yield
@@ -208,13 +208,13 @@ class Preparation:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises DiskError if there is no room for files before the nodes are started."""
+        """Raises DiskError if the directory does not take files before the nodes are started."""
         try:
             yield
         except OSError as error:
             raise DiskError(
                 f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
-                "started: make room, or name another with run_dir=, or --run-dir"
+                f"started: {disk_remedy(error)}, or name another with run_dir=, or --run-dir"
             ) from error
 
     @property

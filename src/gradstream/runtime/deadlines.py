@@ -12,6 +12,17 @@ from dataclasses import dataclass
 BEATS_PER_LEASE = 40
 NOTICES_PER_LEASE = 4
 
+STILL = (
+    "its process stands still (stopped, swapping, or in code that lets no other thread run), or its machine or the "
+    "network is gone"
+)
+"""Why a node is silent."""
+
+
+def to_wait_longer(setting: str) -> str:
+    """What a user sets who wants a longer deadline, as it is typed in Python and on a command line."""
+    return f"to wait longer: deadlines=gradstream.Deadlines({setting}=...), or --set deadlines.{setting}="
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:

@@ -50,6 +50,30 @@ def disk_error(error: OSError) -> str:
     return f"{name}: {error.strerror or error}"
 
 
+_REMEDIES = {
+    "make room": {errno.ENOSPC, errno.EDQUOT},
+    "get the permission to write there (`ls -ld` shows whose it is)": {errno.EACCES, errno.EPERM},
+    "have it mounted for writing": {errno.EROFS},
+    "take a file system with locks (NFS has none without its lock service)": {
+        errno.ENOLCK,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+        errno.EINVAL,
+    },
+    "look for a broken disk or server (`dmesg`)": {errno.EIO, errno.ESTALE, errno.EUCLEAN},
+    "allow more open files (ulimit -n)": {errno.EMFILE, errno.ENFILE},
+    "make the folder again, which is not there": {errno.ENOENT, errno.ENOTDIR},
+    "allow larger files (ulimit -f)": {errno.EFBIG},
+}
+
+
+def disk_remedy(error: OSError) -> str:
+    """What a user can do about a system error of a folder: to make room helps only where the disk is full."""
+    found = (text for text, numbers in _REMEDIES.items() if error.errno in numbers)
+    return next(found, "mend what the system says")
+
+
 @dataclass(slots=True)
 class _Outage:
     """A time in which nothing can be written: its cause, and how many events were late or lost."""
@@ -101,7 +125,7 @@ class EventLog:
         return list(self._waiting)
 
     def append(self, lines: bytes) -> None:
-        """Adds whole lines: at once, or once there is room again."""
+        """Adds whole lines: at once, or once the disk takes them again."""
         for line in lines.splitlines(keepends=True):
             self._take(line)
         if self._outage is None or self._now() >= self._retry_ns:
@@ -147,7 +171,7 @@ class EventLog:
         self._outage = _Outage(disk_error(error), first_s, last_s, late_events=len(self._waiting))
         self._tell(
             f"the disk of the run directory does not take {self._path}: {self._outage.error}; the run goes "
-            "on, and its events wait for room in memory"
+            f"on, and its events wait in memory; {disk_remedy(error)}"
         )
 
     def _conclude(self, outage: _Outage) -> None:

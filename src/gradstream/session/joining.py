@@ -16,6 +16,7 @@ from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.descriptions import describe
 from gradstream.job.files import intercept, script_of_caller
 from gradstream.job.job import Job
+from gradstream.job.phase_jobs import measured_first
 from gradstream.job.registry import find_strategy
 from gradstream.run import placement
 from gradstream.run.place import Place, place_of
@@ -97,6 +98,7 @@ def join(
             "join: this process has called join() before, and a process is one worker of one run: use the session "
             "that the first call returned"
         )
+    measured_first(job)  # refuses strategy "auto"
     if not describe(find_strategy(strategy, job.strategy_options))["class"]:
         raise ConfigError(
             "join: the strategy is defined in this script, which the servers do not run: move it to a file of "

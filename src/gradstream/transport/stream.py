@@ -24,6 +24,7 @@ import torch
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import STILL, to_wait_longer
 from gradstream.transport.base import Landing, Lent, Received
 from gradstream.transport.carrier import COPIED, Carrier, SendHandle
 from gradstream.transport.intake import Intake
@@ -404,7 +405,9 @@ class StreamCore:
             on = self._state.peer_waits_for
             why = f", after saying that it waits for {', '.join(on)}" if on else ""
             message = f"silent for {silence_s or 0.0:g} s in {self.opened.method} with {self._me}{why}"
-            self._cancel(partial(DeadlineError, self.peer, message), f"{EXPIRED}{message}")
+            setting = "lease_s" if self.opened.method == "join" else "silence_s"
+            text = f"{message}: {STILL}; {to_wait_longer(setting)}"
+            self._cancel(partial(DeadlineError, self.peer, text), f"{EXPIRED}{message}")
 
     def _cancel(self, failure: Failure, reason: str) -> None:
         if self._state.released:

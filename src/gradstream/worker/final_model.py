@@ -15,7 +15,7 @@ from gradstream.memory import trim
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Storage, Work
-from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error
+from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error, disk_remedy
 from gradstream.telemetry.events import DiskEvent, Event
 from gradstream.worker.replica.base import Replica
 
@@ -55,17 +55,17 @@ async def write_final_model(
             await runtime.compute(write, work=work, reads=[replica.parameters.all])
             return
         except OSError as error:
-            waited_s, why = (runtime.now() - begun_ns) / 1e9, disk_error(error)
+            waited_s, why = (runtime.now() - begun_ns) / 1e9, f"{disk_error(error)}; {disk_remedy(error)}"
             if error.errno not in DISK_ERRORS or waited_s >= WAIT_S:
                 raise DiskError(
                     f"the final parameters ({size_bytes:,} bytes) are lost: {FINAL_MODEL} in the run "
-                    f"directory cannot be written after {waited_s:.0f} s: {why}; make room there, and resume "
+                    f"directory cannot be written after {waited_s:.0f} s: {why}, and resume "
                     "the run from its newest checkpoint"
                 ) from error
         if not waits:
             waits = True
             text = (
-                f"the final parameters wait for room, up to {WAIT_S:g} s: {size_bytes:,} bytes for "
+                f"the final parameters wait for the disk, up to {WAIT_S:g} s: {size_bytes:,} bytes for "
                 f"{FINAL_MODEL} in the run directory; {why}"
             )
             emit(DiskEvent(what="final parameters", state="waiting", error=why, message=text))

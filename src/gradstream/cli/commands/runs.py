@@ -15,6 +15,9 @@ NAME_BYTES = 128
 def runs(folder: Path, as_json: bool) -> None:
     """Lists the run directories in FOLDER (runs by default), the newest last.
 
+    A run without an end is "running" where a process of this machine runs it, and else "unfinished":
+    `gradstream resume` goes on with it.
+
     The accuracy is from the latest evaluation: during the run (see evaluate_every), at the end of
     `gradstream train`, or by `gradstream evaluate`.
 

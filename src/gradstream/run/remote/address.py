@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradstream.errors import ConfigError
+from gradstream.transport.addresses import is_loopback
 
 MIN_TOKEN_CHARS = 16
 TOKEN, TOKEN_FILE = "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE"  # names
@@ -60,7 +61,11 @@ class Address:
         return Address(self.host, port)
 
     def check_listen(self) -> None:
-        """Raises ConfigError for a wildcard address: the other machines need one that they can reach."""
+        """Raises ConfigError for an address at which no other machine reaches this one.
+
+        That is a wildcard address, or loopback that a name leads to; loopback by its own name or number is allowed, for
+        machines that are processes of this one.
+        """
         try:
             wildcard = ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -69,6 +74,14 @@ class Address:
             raise ConfigError(
                 f"--listen {self.host}: name the one address of this machine at which the others reach it, "
                 "as `ip address` shows it: nodes listen there and nowhere else"
+            )
+        asked = "localhost" in self.host or is_loopback(self.host)
+        if not asked and is_loopback(own := _resolved(self.host)):
+            raise ConfigError(
+                f"--listen {self.host}: the name leads to {own} here (see /etc/hosts), which is loopback: there "
+                "another "
+                "machine reaches itself. Expected the address of this machine in your network, as `ip address` shows "
+                f"it: --listen 10.0.0.1, for example; for processes of this machine alone, --listen {own}"
             )
 
     def check_free(self) -> None:
@@ -91,6 +104,14 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+def _resolved(host: str) -> str:
+    """The address at which this machine would listen; "" if there is none, which `check_free` tells."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0])
+    except (OSError, UnicodeError):
+        return ""
 
 
 def local_address(peer: Address) -> str:

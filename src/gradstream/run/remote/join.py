@@ -119,26 +119,31 @@ def _come_back(
     on_note: OnNote,
 ) -> int:
     """Joins again when the launcher is heard again; raises the cause of `cut_off` if it is not for `wait_s`."""
-    give_up_s = None
+    give_up_s, tells = None, False
     while give_up_s is None or time.monotonic() < give_up_s:
         if give_up_s is None:
-            on_note(
-                f"{cut_off.__cause__}; the nodes here have ended. Trying to come back, for {wait_s:g} s at most"
-            )
-            give_up_s = time.monotonic() + wait_s
+            on_note(f"{cut_off.__cause__}; the nodes here have ended")
+            give_up_s, tells = time.monotonic() + wait_s, True
         try:
             reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
             return asyncio.run(once(True))
         except _CutOffError as error:
             cut_off, give_up_s = error, None
+            continue
         except DeadlineError:
-            continue  # it has waited
+            pass  # it has waited
         except PeerLostError as error:
             if isinstance(error.__context__, ConnectionRefusedError):
-                break  # the launcher has ended
+                on_note(
+                    f"nobody listens at {joining.address} any more: the launcher has ended, and the run with it"
+                )
+                break
         except JoinRefusedError as error:
             if error.code != "NOT_MEMBER":  # the launcher may not have noticed yet that the machine was gone
                 raise
+        if tells:
+            on_note(f"trying to come back, for {wait_s:g} s at most")
+            tells = False
         time.sleep(AGAIN_S)
     assert cut_off.__cause__ is not None
     raise cut_off.__cause__

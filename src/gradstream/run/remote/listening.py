@@ -22,9 +22,10 @@ class Listening:
     """How a run admits other machines.
 
     Args:
-        address: address of this machine at which the others reach it. With port P, the join service is
-            at P, the coordinator at P + 1 and shard i at P + 2 + i of its machine; the process group of a
-            script with S shards meets at P + 2 + S. With port 0 all take free ports.
+        address: address of this machine at which the others reach it: "10.0.0.1:4000", or an `Address`. With
+            port P, the join service is at P, the coordinator at P + 1 and shard i at P + 2 + i of its
+            machine; the process group of a script with S shards meets at P + 2 + S. With port 0 all take
+            free ports.
         machines: number of machines, this one included.
         least: number of machines, this one included, with which training begins; the others may join later, and take
             their share of the minibatches then. None waits for all.
@@ -41,7 +42,7 @@ class Listening:
             machine with one worker; this process is worker 0. See `RankMembers`.
     """
 
-    address: Address
+    address: Address | str
     machines: int
     least: int | None = None
     workers_per_machine: int = 1
@@ -52,6 +53,20 @@ class Listening:
     on_invitation: Callable[[str], None] | None = None
     on_open: Callable[[str, str], None] | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.address, Address | str):
+            raise ConfigError(
+                f"Listening(address={self.address!r}): expected a text with the address of this machine at which the "
+                'others reach it, "10.0.0.1:4000" for example'
+            )
+        self.own  # noqa: B018  # raises ConfigError where the text is no address
+
+    @property
+    def own(self) -> Address:
+        """The address of this machine at which the others reach it."""
+        given = self.address
+        return given if isinstance(given, Address) else Address.parse(given, "Listening: address=")
+
     @property
     def fewest(self) -> int:
         """Number of machines with which training begins."""
@@ -59,7 +74,7 @@ class Listening:
 
     def check(self, job: Job, *, earlier: bool) -> None:
         """Raises ConfigError if machines, strategy and job do not fit, or this machine cannot listen there."""
-        self.address.check_listen()
+        self.own.check_listen()
         for name, value in (("wait", self.machines), ("workers_per_machine", self.workers_per_machine)):
             if value < 1:
                 raise ConfigError(f"{name}={value}: expected at least 1")
@@ -109,8 +124,8 @@ class Listening:
                 "listen: this script has made another run before this one, which the other machines do not have: "
                 "put the job of this run into a file of its own"
             )
-        for number in range(2 if self.address.port else 1):  # join service, coordinator
-            self.address.at(self.address.port + number).check_free()
+        for number in range(2 if self.own.port else 1):  # join service, coordinator
+            self.own.at(self.own.port + number).check_free()
 
     def check_losses(self, obstacle: str) -> None:
         """Raises ConfigError if training is to begin without some machines, and no worker can join later.
@@ -153,7 +168,7 @@ class Listening:
 
     def port_of(self, name: str) -> int:
         """The port at which a node listens on its machine; 0 takes a free one. See `address`."""
-        first = self.address.port
+        first = self.own.port
         role, _, rank = name.partition("-")
         if not first or role not in ("coordinator", "shard"):
             return 0
@@ -161,7 +176,7 @@ class Listening:
 
     def meeting_port(self, shards: int) -> int:
         """The port of this machine for the process group of a script; 0 takes a free one."""
-        return self.address.port and self.address.port + 2 + shards
+        return self.own.port and self.own.port + 2 + shards
 
 
 def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:

@@ -81,7 +81,7 @@ class MachineRendezvous:
             json.dumps(spec), hashes, job.deadlines, listening.port_of, lambda: events.zero_ns
         )
         self.join_service = JoinService(
-            listening.address, self._authority, self.members, invitation, on_message, self._token.encode()
+            listening.own, self._authority, self.members, invitation, on_message, self._token.encode()
         )
 
     def __enter__(self) -> MachineRendezvous:

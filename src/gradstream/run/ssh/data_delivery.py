@@ -22,7 +22,7 @@ from gradstream.run.ssh.data_copy import LIST, NO_ROOM, READY
 from gradstream.run.ssh.file_list import FileList, files_in
 from gradstream.run.ssh.file_server import write_archive
 from gradstream.run.ssh.fleet import Fleet, for_shell
-from gradstream.run.ssh.host import HostError, SshHost, last_line
+from gradstream.run.ssh.host import HostError, SshHost, folder_remedy, last_line
 
 LONGEST_S = 3600.0
 """Longest time in which the data comes to a machine."""
@@ -107,7 +107,8 @@ class DataDelivery:
             script = f"cat > {LIST} || exit {NO_ROOM}; [ -d {for_shell(self.fleet.data)} ] && {there}"
             done = host.ask(self.fleet.inside(host, script), files, LONGEST_S)
             if done.returncode == NO_ROOM:
-                raise HostError(f"{host.name}: {last_line(done.stderr)}; make room, or take another --folder")
+                said = last_line(done.stderr)
+                raise HostError(f"{host.name}: {said}; {folder_remedy(said)}")
             return done.returncode != 0
 
         found = self.fleet.at_once(lacks, hosts)

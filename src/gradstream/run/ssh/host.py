@@ -203,6 +203,12 @@ def lines_of(stream: IO[bytes] | io.BufferedReader) -> Iterator[str]:
         yield line.decode(errors="replace").rstrip("\r\n")
 
 
+def folder_remedy(said: str) -> str:
+    """What helps where a machine cannot use a folder, by what it says: room does only where its disk is full."""
+    is_full = "No space left" in said or "quota exceeded" in said.lower()
+    return "make room, or take another --folder" if is_full else "take a --folder in which you may write"
+
+
 def last_line(text: bytes) -> str:
     """The last line of a text that is not empty; "" if there is none."""
     lines = [line.strip() for line in text.decode(errors="replace").splitlines() if line.strip()]

@@ -7,7 +7,7 @@ from functools import partial
 
 from gradstream._version import __version__
 from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import HostError, SshHost, last_line
+from gradstream.run.ssh.host import HostError, SshHost, folder_remedy, last_line
 
 NO_PROGRAM, NO_GRADSTREAM, IS_THERE, NO_FOLDER = 41, 42, 43, 44
 """Exit statuses of the script that looks at a machine."""
@@ -52,7 +52,8 @@ def inspect_machine(fleet: Fleet, host: SshHost, made: list[SshHost]) -> str:
         timeout_s=LOOK_S,
     )
     if done.returncode == NO_FOLDER:
-        raise HostError(f"{host.name}: {last_line(done.stderr)}; make room, or take another --folder")
+        said = last_line(done.stderr)
+        raise HostError(f"{host.name}: {said}; {folder_remedy(said)}")
     if done.returncode == IS_THERE:
         raise HostError(
             f"{host.name}: {fleet.home(host)} is there, from another run of that name; take another --name, or "
@@ -78,7 +79,7 @@ def inspect_machine(fleet: Fleet, host: SshHost, made: list[SshHost]) -> str:
     if done.returncode:
         remedy = f"`ssh {host.name} {fleet.python} -m gradstream doctor` says more"
         if any(line.startswith("disk ") for line in bad):
-            remedy = "make room, or take another --folder"
+            remedy = folder_remedy("; ".join(bad))
         raise HostError(f"{host.name}: {'; '.join(bad) or last_line(done.stderr)}; {remedy}")
     return "; ".join(" ".join(line[1:].split()) for line in checks.splitlines() if line.startswith("!"))
 

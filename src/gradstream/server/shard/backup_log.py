@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from gradstream.errors import DataError, DiskError
 from gradstream.memory import Span
 from gradstream.runtime.base import Buffer, Runtime, Work
+from gradstream.runtime.event_log import disk_error, disk_remedy
 from gradstream.server.shard.copies import Destination
 from gradstream.wire import v1
 
@@ -206,7 +207,9 @@ class BackupLog:
     def _give_up_after(self, since_ns: int, error: OSError) -> None:
         """Raises DiskError if the disk has failed for `patience_s`."""
         if self._runtime.left_s(since_ns, self._patience_s) <= 0:
-            raise DiskError(f"{self._path} cannot be written: {error.strerror or error}") from error
+            raise DiskError(
+                f"{self._path} cannot be written: {disk_error(error)}; {disk_remedy(error)}"
+            ) from error
 
     def _load(self, destination: Destination) -> None:
         storage, newest, index = self._runtime.storage, dict[int, v1.Backup](), _Index()
