@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from gradstream.cli.demo_faults import broken_promises, run_with_faults, table_o
 from gradstream.cli.demo_job import BATCH_SIZE, COUNTERS, IMAGES
 from gradstream.cli.kills import EACH, KillSchedule
 from gradstream.job.files import load_job
+from gradstream.report.charts import WIDTH
 from gradstream.report.deaths import deaths_of
+from gradstream.report.picture import legend
 
 
 def test_the_loss_of_the_demo_falls() -> None:
@@ -76,6 +79,19 @@ def test_deaths_are_read_from_events() -> None:
         "0.75",
         "s",
     ]
+
+
+def test_the_keys_of_a_picture_lie_beside_one_another_in_every_font() -> None:
+    keys = {"c0": "loss, with kills", "c1": "a worker dies", "c2": "W" * 40, "c3": "a", "c4": "one & another"}
+    told = "\n".join(legend(keys))
+    marks = [float(x) for x in re.findall(r'<line class="line c\d" x1="([\d.]+)"', told)]
+    texts = [
+        (float(x), float(long)) for x, long in re.findall(r'<text x="([\d.]+)".* textLength="([\d.]+)"', told)
+    ]
+    assert len(marks) == len(texts) == len(keys) and "one &amp; another" in told
+    ends = [x + long for x, long in texts]
+    assert all(end < mark for end, mark in zip(ends, marks[1:], strict=False))
+    assert marks[0] >= 0 and max(ends) <= WIDTH
 
 
 def test_a_broken_promise_is_said() -> None:

@@ -40,6 +40,17 @@ def test_tables_are_as_the_records_have_them(tables: Any, marks: Any, repository
         assert text.count("<!-- begin: ") - of_study == len(places()), f"{name}: a place that nobody fills"
 
 
+def test_pages_say_alike_what_synchronous_makes_of_a_network_card(tables: Any, repository: Path) -> None:
+    rows = [row for row in tables.recorded("shards-apart")["rows"] if row["strategy"] == "synchronous"]
+    of_bound, simulated = (
+        f"{100 * min(row[key] for row in rows):.0f} to {100 * max(row[key] for row in rows):.0f} %"
+        for key in ("of_bound", "simulated_of_bound")
+    )
+    before = (repository / "docs/guide/before.md").read_text()
+    assert f"`synchronous` made {of_bound} of what" in before and f"time said {simulated}" in before
+    assert f"rounds make {of_bound} of the bound" in (repository / "docs/scaling.md").read_text()
+
+
 def test_a_wrong_figure_is_noticed(tables: Any, marks: Any, repository: Path, tmp_path: Path) -> None:
     for name, places in tables.PAGES.items():
         text = (repository / name).read_text()

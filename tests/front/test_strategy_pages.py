@@ -43,6 +43,12 @@ def test_the_readme_says_of_each_what_the_table_says(repository: Path) -> None:
     assert told_by_name((repository / "README.md").read_text()) == told
 
 
+def test_pages_that_list_the_strategies_have_auto(repository: Path) -> None:
+    for name in ("README.md", "docs/choose.md", "docs/strategies/index.md"):
+        told = [line for line in (repository / name).read_text().splitlines() if "`auto`" in line]
+        assert any("measures the links" in line and "`local-sgd`" in line for line in told), name
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.stem not in COMPARISONS], ids=lambda page: page.stem
 )

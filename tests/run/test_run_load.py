@@ -145,10 +145,12 @@ def test_evaluate_says_what_is_missing() -> None:
     data = Held(np.zeros((1, 2), dtype=np.float32), np.zeros(1, dtype=np.int64))
     with pytest.raises(ConfigError, match="without its model"):
         Run().evaluate()
-    with pytest.raises(ConfigError, match="has no held-out samples"):
+    with pytest.raises(ConfigError, match=r"has no held-out samples.*--data"):
         Run(model=Linear(), data=Held(np.zeros((0, 2)), np.zeros(0))).evaluate()
-    with pytest.raises(ConfigError, match=r"parameters\['w'\]: got nothing, expected shape \(2, 2\)"):
+    with pytest.raises(ConfigError, match=r"has no final parameters.*gradstream evaluate RUN"):
         Run(model=Linear(), data=data).evaluate()
+    with pytest.raises(ConfigError, match=r"parameters\['w'\]: got nothing, expected shape \(2, 2\)"):
+        Run(model=Linear(), data=data, parameters={"v": np.zeros(1)}).evaluate()
 
 
 def build() -> nn.Module:

@@ -110,8 +110,8 @@ def measured_first(job: Job) -> Job:
         raise ConfigError(
             f"strategy={AUTO!r} with a training loop of your own: it first makes {MEASURED_STEPS} steps to measure the "
             "links, and then steps of another kind, which only a run can do that makes its steps itself. Name a "
-            "strategy: 'allreduce' where links are quick, 'local-sgd' where they are slow; or pass a model and data "
-            "to train()"
+            "strategy: 'allreduce' where links are quick, 'parameter-averaging' where they are slow; or pass a model "
+            "and data to train()"
         )
     if job.phases:
         raise ConfigError(

@@ -148,7 +148,12 @@ class Run:
         if not data.num_test_samples:
             raise ConfigError(
                 f"evaluate: the data set {data.name!r} has no held-out samples; pass one that has some: "
-                "evaluate(data=…)"
+                "evaluate(data=…), or gradstream evaluate --data"
+            )
+        if not self.parameters:
+            raise ConfigError(
+                f"evaluate: {self.path or 'this run'} has no final parameters: it has failed, was stopped, or goes on. "
+                "Its newest checkpoint: gradstream evaluate RUN; or end it first: gradstream resume RUN"
             )
         flat = flatten(self.model, self.parameters)
         with with_buffers(self.model, self.parameters):  # for this call: the model may be trained again
