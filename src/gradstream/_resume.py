@@ -20,6 +20,7 @@ from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
+from gradstream.report.display import shown
 from gradstream.run.begins_anew import begins_anew
 from gradstream.run.changes import changes
 from gradstream.run.files import read_record
@@ -69,6 +70,7 @@ def resume(
     *,
     job: Job | None = None,
     on_event: OnEvent | None = None,
+    progress: bool | None = None,
     listen: Listening | None = None,
     from_start: bool = False,
     detach: bool = False,
@@ -86,7 +88,7 @@ def resume(
         path: the run directory.
         job: the job, where the run was not made from a file (nodes are threads then), or to go on with other
             options than the run had; a message names those. None reads it again as it was.
-        on_event: as for `train`.
+        on_event, progress: as for `train`.
         listen: how other machines join again; None if there are none.
         from_start: whether to begin from the start although there are checkpoints, all of them damaged.
         detach: as for `train`.
@@ -113,7 +115,7 @@ def resume(
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
     if detach:
-        check_detached(None if job.spec else False, on_event, listen)
+        check_detached(None if job.spec else False, on_event, listen, progress)
     info = read_record(path / "run.json")  # the end of the run adds to it, so a damaged one is refused now
     job = dataclasses.replace(job, name=job.name or info.get("name"))
     if is_script(job):
@@ -159,7 +161,8 @@ def resume(
     )
     _say_what_differs(path, plan, given=given)
     threads = job.spec is None
-    return launch(plan, path, on_event=on_event, as_threads=threads, listening=listen, detach=detach)
+    with shown(on_event, False if detach else progress) as each:
+        return launch(plan, path, on_event=each, as_threads=threads, listening=listen, detach=detach)
 
 
 def _check_ended(path: Path) -> None:

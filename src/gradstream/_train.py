@@ -23,6 +23,7 @@ from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, sprea
 from gradstream.job.phase_jobs import measured_first
 from gradstream.job.sources import STARTED_IN
 from gradstream.job.validation import check_script
+from gradstream.report.display import shown
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
 from gradstream.run.local import LocalCluster
@@ -54,6 +55,7 @@ def train(
     data: Data | None = None,
     *,
     on_event: OnEvent | None = None,
+    progress: bool | None = None,
     processes: bool | None = None,
     listen: str | Listening | None = None,
     wait: int = 2,
@@ -67,6 +69,8 @@ def train(
         model: a `Model`, a function that makes one, a whole `Job`, or a function that makes a job.
         data: a data set, the name of one, or a pair of arrays (inputs, targets); None if `model` is a job.
         on_event: called with each event of the run, as `events.jsonl` holds it.
+        progress: whether a line on stderr shows how far the run is. None shows it at a terminal and in a notebook,
+            unless there is an `on_event`; where stderr is a file, nothing.
         processes: whether nodes are processes, or threads of this one. None takes processes where
             they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
             and a warning says that nodes are threads.
@@ -111,7 +115,8 @@ def train(
                     f"{name} out"
                 )
         words = [] if job.spec is None else words_of({k: v for k, v in options.items() if k != "run_dir"})
-        return train_by_engine(job, engine, words, on_event=on_event)
+        with shown(on_event, progress) as each:
+            return train_by_engine(job, engine, words, on_event=each)
     if is_script(job):
         check_script(job)
         if processes is False:
@@ -124,7 +129,7 @@ def train(
     cwd = STARTED_IN if job.spec is None else job.cwd
     job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, cwd=cwd, name=name)
     if detach:
-        check_detached(processes, on_event, listen)
+        check_detached(processes, on_event, listen, progress)
     listening = _listening(listen, wait)
     if listening is not None:
         if processes is False:
@@ -144,7 +149,8 @@ def train(
         check_places(plan.optimizer)
     check_trackers(job.trackers)
     run_dir = make_run_dir(job)
-    return launch(plan, run_dir, on_event=on_event, as_threads=as_threads, listening=listening, detach=detach)
+    with shown(on_event, False if detach else progress) as each:
+        return launch(plan, run_dir, on_event=each, as_threads=as_threads, listening=listening, detach=detach)
 
 
 def train_by_engine(
@@ -263,16 +269,19 @@ def host(
     return Run.load(run_dir)
 
 
-def check_detached(processes: bool | None, on_event: OnEvent | None, listen: object) -> None:
+def check_detached(
+    processes: bool | None, on_event: OnEvent | None, listen: object, progress: bool | None = None
+) -> None:
     """Raises ConfigError if a run cannot go on without the process that starts it."""
     if processes is False:
         raise ConfigError(
             "train(detach=True, processes=False): threads end with this process; leave one of the two out"
         )
-    if on_event is not None:
-        raise ConfigError(
-            "train(detach=True, on_event=...): the run goes on without this process; give on_event to attach()"
-        )
+    for name, given in (("on_event", on_event is not None), ("progress", bool(progress))):
+        if given:
+            raise ConfigError(
+                f"train(detach=True, {name}=...): the run goes on without this process; give {name} to attach()"
+            )
     if listen is not None:
         raise ConfigError(
             "detach with listen: the other machines end when the launcher does. Detach runs of this machine only; "

@@ -14,6 +14,7 @@ from typing import Any
 
 from gradstream._detached import start_launcher
 from gradstream.errors import ConfigError, DeadlineError, PeerLostError
+from gradstream.report.display import shown
 from gradstream.run.ending import Ending
 from gradstream.run.followed_events import FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
@@ -40,7 +41,7 @@ TAKEOVERS, CALM_S = 3, 60.0
 """Launchers within so many seconds that may fail to take over a run."""
 
 
-def attach(path: str | Path, *, on_event: OnEvent | None = None) -> Run:
+def attach(path: str | Path, *, on_event: OnEvent | None = None, progress: bool | None = None) -> Run:
     """Follows a run to its end, whether its launcher is detached or not. Nothing that happens here ends the run.
 
     Where the nodes of a detached run have no launcher any more, because it was killed, another one is started that
@@ -49,6 +50,7 @@ def attach(path: str | Path, *, on_event: OnEvent | None = None) -> Run:
     Args:
         path: the run directory.
         on_event: called with each event of this part of the run, those before now included.
+        progress: as for `train`.
 
     Returns:
         The run, as `Run.load` reads it; `evaluate` needs `model` and `data`.
@@ -60,14 +62,15 @@ def attach(path: str | Path, *, on_event: OnEvent | None = None) -> Run:
         GradstreamError: the run failed, as in `train`.
         KeyboardInterrupt: Ctrl-C; the run goes on.
     """
-    follower = _Follower(Path(path), on_event)
-    try:
-        follower.to_end()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"{follower.path} goes on without this terminal; {follower.commands}"
-        ) from None
-    return follower.result()
+    with shown(on_event, progress) as each:
+        follower = _Follower(Path(path), each)
+        try:
+            follower.to_end()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{follower.path} goes on without this terminal; {follower.commands}"
+            ) from None
+        return follower.result()
 
 
 def stop(path: str | Path, *, now: bool = False, wait_s: float = STOP_S) -> str:

@@ -20,7 +20,6 @@ from rich.console import Console
 
 import gradstream as gs
 from gradstream.cli import main
-from gradstream.cli.display import Display
 from gradstream.cli.report import evaluation_rows, figures, show
 from gradstream.errors import (
     EXIT_CODES,
@@ -33,6 +32,7 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.optim import SGD, Adagrad, Adam
+from gradstream.report.display import Display
 from gradstream.report.summary import summary_of
 from gradstream.run.final_evaluation import evaluate
 from gradstream.run.listing import list_runs

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -130,3 +133,37 @@ def test_a_module_that_is_not_found_is_told_where_it_lies_and_where_was_looked(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"No module named 'not_installed_here'$"):
         load_job("lost_package.jobs.one:job")  # it was found, and lacks another one
+
+
+@pytest.mark.cold
+def test_a_script_shows_its_progress_at_a_terminal_and_writes_none_into_a_file(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    (tmp_path / "helpers_of_mine.py").write_text("SCALE = 2.0\n")
+    source.write_text(SCRIPT)
+    ours, theirs = pty.openpty()
+    terminal = bytearray()
+
+    def read() -> None:  # as it comes: a terminal that nobody reads takes 4 KB
+        with suppress(OSError):  # nobody writes any more
+            while data := os.read(ours, 4096):
+                terminal.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    errors = []
+    for name, stderr in (("terminal", theirs), ("file", subprocess.PIPE)):
+        done = subprocess.run(
+            [sys.executable, str(source), str(tmp_path / name)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**environment(), "TERM": "xterm"},
+            text=True,
+            check=True,
+        )
+        assert "trained 16" in done.stdout
+        errors.append(done.stderr)
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    assert "step 2/2" in terminal.decode()
+    assert "step " not in errors[1]

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from gradstream.cli.display import Display
+from gradstream.report.display import Display
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join_service import JOB, JoinService

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.cli.progress import ProgressLine
 from gradstream.cli.report import figures
 from gradstream.errors import ConfigError
 from gradstream.report.page import PageSource, page
+from gradstream.report.progress_line import ProgressLine
 from gradstream.report.summary import summary_of, surviving
 from gradstream.session import log as module
 from gradstream.session.log import MAX_NAMES, MAX_WAITING, SessionLog

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.cli.progress import ProgressLine
 from gradstream.coordinator.assignment_replies import AssignmentReplies
 from gradstream.data import BatchRef, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
 from gradstream.report.figures import figures_of
+from gradstream.report.progress_line import ProgressLine
 from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
 from gradstream.report.timeline import lanes_of

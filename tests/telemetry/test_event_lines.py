@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from gradstream.cli import main
-from gradstream.cli.progress import ProgressLine
 from gradstream.coordinator import Member
 from gradstream.coordinator.event_gate import EventGate, in_beats
 from gradstream.job.callbacks import Callbacks
+from gradstream.report.progress_line import ProgressLine
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.result import Run
 from gradstream.telemetry import events

@@ -13,11 +13,11 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.cli.progress import ProgressLine
 from gradstream.cli.report import evaluation_rows
 from gradstream.errors import ConfigError, UserCodeError
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.model.batch import Batch
+from gradstream.report.progress_line import ProgressLine
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.evaluation import evaluate

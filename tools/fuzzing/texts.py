@@ -9,9 +9,9 @@ from typing import Any
 
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_json
-from gradstream.cli.progress import ProgressLine
 from gradstream.errors import ConfigError
 from gradstream.report.page import PageSource, page
+from gradstream.report.progress_line import ProgressLine
 from gradstream.report.staleness import staleness_by
 from gradstream.report.summary import evaluations_of, history_of, summary_of
 from gradstream.report.trace import trace_json

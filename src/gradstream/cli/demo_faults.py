@@ -149,7 +149,7 @@ def _folder(job: Job) -> Path:
 def _run(job: Job, run_dir: Path, cluster: LocalCluster, strike: Callable[[EventDict], None]) -> Run:
     """One run of the job, in a folder of its own; `strike` gets its events."""
     from gradstream._train import launch
-    from gradstream.cli.display import Display
+    from gradstream.report.display import Display
     from gradstream.run.planning import plan_run
 
     run_dir.mkdir()

@@ -30,9 +30,9 @@ def attach(run: Path, as_json: bool) -> None:
 
     if fleet := Fleet.of(run):
         sys.exit(follow_hosts(fleet, run))
-    from gradstream.cli.display import Display
     from gradstream.cli.report import print_end
     from gradstream.errors import Interrupted
+    from gradstream.report.display import Display
     from gradstream.run.final_evaluation import evaluation_of_run
     from gradstream.runs import attach as follow
     from gradstream.untrusted import say

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from gradstream.cli.display import Display
-from gradstream.cli.progress import ProgressLine
+from gradstream.report import display
+from gradstream.report.display import Display
+from gradstream.report.progress_line import ProgressLine
 
 STARTED = {"event": "started", "node": "coordinator", "time_s": 0.0, "workers": 2, "strategy": "downpour"}
 STARTED |= {"total_steps": 40}
@@ -113,9 +116,9 @@ def test_what_is_not_known_is_left_out() -> None:
 def shown(*events: dict[str, Any], terminal: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, soft_wrap=True)
-    with Display(console, now=lambda: 0.0) as display:
+    with Display(console, now=lambda: 0.0) as made:
         for event in events:
-            display.on_event(event)
+            made.on_event(event)
     return out.getvalue()
 
 
@@ -151,3 +154,59 @@ def test_a_terminal_gets_one_live_line() -> None:
     text = shown(STARTED, step(0, 1.0), terminal=True)
     assert "step 1/40" in text
     assert "\x1b[" in text
+
+
+# ---- in a program of one's own ----------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Kernel:
+    """IPython, as the kernel of a notebook has imported it."""
+
+    kernel = None
+
+    def get_ipython(self) -> Kernel:
+        return self
+
+
+def said(
+    stderr: io.StringIO | None,
+    progress: bool | None = None,
+    on_event: Callable[[Mapping[str, Any]], None] | None = None,
+) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", stderr)
+        with display.shown(on_event, progress) as each:
+            if each is None:
+                return ""
+            for event in (STARTED, *[step(0, float(n)) for n in range(1, 10)], left("worker-1", lost=True)):
+                each(event)
+    return "" if stderr is None else stderr.getvalue()
+
+
+def test_progress_is_shown_where_somebody_looks_on_and_nowhere_else() -> None:
+    heard: list[Mapping[str, Any]] = []
+    assert "step 9/40" in said(Terminal()) and "lost worker-1" in said(Terminal())
+    assert said(io.StringIO()) == said(None) == ""
+    assert said(Terminal(), progress=False) == ""
+    assert said(Terminal(), on_event=heard.append) == "" and len(heard) == 11, "one of his own"
+    assert "step 9/40" in said(io.StringIO(), progress=True, on_event=heard.append) and len(heard) == 22
+
+
+def test_a_notebook_has_one_line_that_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", Kernel())
+    monkeypatch.setattr(display, "NOTEBOOK_EVERY_S", 0.0)
+    text = said(io.StringIO())
+    assert "\x1b" not in text and "<" not in text
+    lines = text.splitlines()  # \r ends one as well
+    assert [line.split(" ")[1] for line in lines if line.startswith("step ")] == [
+        *[f"{n}/40" for n in range(1, 10)],
+        "9/40",
+        "9/40",
+    ]
+    assert text.count("\n") == 2 and text.endswith("\n"), "the loss of a worker, and the end"
+    assert any(line.startswith("lost worker-1") for line in lines)
