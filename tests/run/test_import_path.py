@@ -14,6 +14,7 @@ import pytest
 
 from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
+from gradstream.job.registry import find_strategy
 
 SHADOWS = ("logging", "html", "types", "random", "secrets", "sqlite3", "selectors", "email")
 """Modules of the standard library that users' folders have files of, by accident or not."""
@@ -130,6 +131,10 @@ def test_a_module_that_is_not_found_is_told_where_it_lies_and_where_was_looked(
         ConfigError, match=rf"PYTHONPATH=/nowhere.*not in {folder} either: `cd` to the folder"
     ):
         load_job("lost_package.jobs.two:job")
+    with pytest.raises(
+        ConfigError, match=rf"strategy 'lost_package.jobs.one:Mine': .*PYTHONPATH={tmp_path} before"
+    ):
+        find_strategy("lost_package.jobs.one:Mine", {})
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"No module named 'not_installed_here'$"):
         load_job("lost_package.jobs.one:job")  # it was found, and lacks another one

@@ -25,7 +25,7 @@ from typing import TypeAlias, cast
 
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
 from gradstream.job.job import Job
-from gradstream.job.places import load_module
+from gradstream.job.places import load_module, where_it_lies
 from gradstream.job.sources import file_of, sha256_of, working_directory
 from gradstream.model.base import Model
 
@@ -142,28 +142,8 @@ def _from_module(spec: str, place: str, function: str) -> Job:
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"job {spec!r}: {error}{_where_it_lies(spec, place, error)}") from error
+        raise ConfigError(f"job {spec!r}: {error}{where_it_lies(spec, place, error)}") from error
     return _call(module, function, spec)
-
-
-def _where_it_lies(spec: str, place: str, error: ModuleNotFoundError) -> str:
-    """How a module is found that could not be imported; "" where it was found, and it lacks another one."""
-    if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-        return ""
-    here, own = Path(os.getcwd()), place.split(".")
-    for folder in (here, *here.parents):
-        for file in (folder.joinpath(*own).with_suffix(".py"), folder.joinpath(*own, "__init__.py")):
-            if file.is_file():
-                return (
-                    f". It is in {folder}, where modules are not looked for by themselves: PYTHONPATH={folder} before "
-                    f"the command, or name the file: {file}:{spec.rpartition(':')[2]}"
-                )
-    path = os.environ.get("PYTHONPATH", "")
-    return (
-        f". Looked in {f'PYTHONPATH={path}' if path else 'no folder of yours (PYTHONPATH is not set)'} and in the "
-        f"installed packages; it is not in {here} either: `cd` to the folder that has it, or set PYTHONPATH to that "
-        "folder, or name the file: FOLDER/file.py:function"
-    )
 
 
 def _from_file(path: Path, function: str, earlier: Sequence[Path] | None) -> Job:

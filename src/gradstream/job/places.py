@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,10 +99,38 @@ def import_module(kind: str, spec: str, module: str) -> ModuleType:
     """Imports a module that a user names. Raises ConfigError if there is none."""
     try:
         return importlib.import_module(module)
-    except (ModuleNotFoundError, ValueError, TypeError) as error:  # or a name that no module has
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{kind} {spec!r}: {error}{where_it_lies(spec, module, error)}") from error
+    except (ValueError, TypeError) as error:  # a name that no module has
         raise ConfigError(
             f"{kind} {spec!r}: there is no module {module!r}; name a file with .py: file.py:Class"
         ) from error
+
+
+def where_it_lies(spec: str, place: str, error: ModuleNotFoundError) -> str:
+    """How a module is found that could not be imported; "" where it was found, and lacks another one.
+
+    Args:
+        spec: what the user has named, "module:name".
+        place: its module.
+        error: of the import.
+    """
+    if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+        return ""
+    here, own = Path(os.getcwd()), place.split(".")
+    for folder in (here, *here.parents):
+        for file in (folder.joinpath(*own).with_suffix(".py"), folder.joinpath(*own, "__init__.py")):
+            if file.is_file():
+                return (
+                    f". It is in {folder}, where modules are not looked for by themselves: PYTHONPATH={folder} before "
+                    f"the command, or name the file: {file}:{spec.rpartition(':')[2]}"
+                )
+    path = os.environ.get("PYTHONPATH", "")
+    return (
+        f". Looked in {f'PYTHONPATH={path}' if path else 'no folder of yours (PYTHONPATH is not set)'} and in the "
+        f"installed packages; it is not in {here} either: `cd` to the folder that has it, or set PYTHONPATH to that "
+        "folder, or name the file: FOLDER/file.py:function"
+    )
 
 
 def _scripts(path: Path) -> list[ModuleType]:
