@@ -254,7 +254,7 @@ def small() -> gs.Job:
     )
 
 
-@pytest.mark.parametrize("key", ["wrokers", "strategy.push_evry", "push_evry"])
+@pytest.mark.parametrize("key", ["workerss", "strategy.push_evry", "push_evry"])
 def test_a_misspelt_key_is_named_although_a_strategy_is_typed(key: str) -> None:
     weak, strong = Setting(key, 4, "GRADSTREAM_X"), Setting("strategy", "allreduce", "--strategy")
     with pytest.raises(ConfigError, match=r"did you mean `(workers|strategy.push_every)`\?.*GRADSTREAM_X"):
