@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradstream.errors import ConfigError
 from gradstream.session.samples import PassSamples
@@ -102,6 +103,7 @@ class GradientStates:
         self._averaged: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that rounds have written
         self._fresh: set[int] = set()  # of these, the ones that no step has used yet
         self._versions: dict[int, int] = {}  # of the others: after the last step, or backward in no_sync
+        self._accumulated: dict[int, weakref.ref[torch.Tensor]] = {}  # by the last backward in no_sync
 
     def present(self) -> set[int]:
         """Indices of the parameters that have a gradient."""
@@ -109,7 +111,9 @@ class GradientStates:
 
     def accumulated(self, index: int) -> None:
         """Notes that a backward inside no_sync has added to this worker's own gradient."""
-        self._versions[index] = self._version(index)
+        gradient = self._parameters[index].grad
+        assert gradient is not None
+        self._versions[index], self._accumulated[index] = gradient._version, weakref.ref(gradient)
 
     def set_averaged(self, index: int, *, again: bool = False) -> None:
         """Notes that a round has written the parameter's present gradient.
@@ -140,8 +144,12 @@ class GradientStates:
         return index in self._fresh or self._version(index) == self._versions[index]
 
     def changed_early(self, index: int) -> bool:
-        """Whether the loop has written into a gradient after backward and before it was averaged."""
-        return index in self.fired and self._version(index) != self._versions.get(index)
+        """Whether the loop has written into a gradient, or replaced it, after backward and before it was averaged."""
+        if index not in self.fired:
+            return False
+        accumulated = self._accumulated.get(index)
+        is_same = accumulated is not None and accumulated() is self._parameters[index].grad
+        return not is_same or self._version(index) != self._versions.get(index)
 
     def _is_from_round(self, index: int) -> bool:
         averaged = self._averaged.get(index)
@@ -151,6 +159,36 @@ class GradientStates:
         """The number of writes into the gradient, as torch counts them."""
         gradient = self._parameters[index].grad
         return -1 if gradient is None else gradient._version
+
+
+class ComputedGradients:
+    """What the last `torch.autograd.grad` has computed for each parameter, to find out whether a loop changes it.
+
+    Where the loop makes it `p.grad`, it is averaged when the optimizer makes its step.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}  # memory, and version when it was computed
+
+    def note(self, index: int, gradient: torch.Tensor) -> None:
+        """Notes what autograd has computed, for `torch.autograd.grad` or within backward."""
+        if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+            memory = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
+            self._found[index] = memory, gradient._version
+
+    def drop(self, index: int) -> None:
+        """Notes that it was computed within backward, which has added it to `p.grad`."""
+        self._found.pop(index, None)
+
+    def has(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether this gradient is what was computed: the same memory, detached or not."""
+        if index not in self._found or gradient.layout is not torch.strided:
+            return False
+        return bool(self._found[index][0].cdata == gradient.untyped_storage()._cdata)
+
+    def changed(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient that it `has` was written into since."""
+        return gradient._version != self._found[index][1]
 
 
 class LocalPasses:

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from torch.autograd import Variable
 from gradstream.errors import ConfigError, GradientError, UserCodeError
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_rounds import GradientRounds
-from gradstream.session.gradient_states import GradientStates, LocalPasses, WrappedParameters
+from gradstream.session.gradient_states import (
+    ComputedGradients,
+    GradientStates,
+    LocalPasses,
+    WrappedParameters,
+)
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
 from gradstream.session.samples import PassSamples, joined, whole
 
@@ -43,6 +49,7 @@ class GradientReducer:
         forget: called at the end of a backward: its forward passes, which activation checkpointing repeats, do
             not count for the next one.
         loss: returns the loss of the backward that ends, or NaN.
+        workers: number of workers. The mean of one is its own: nothing is refused for being of one worker alone.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class GradientReducer:
         local_samples: Callable[[], PassSamples],
         forget: Callable[[], None],
         loss: Callable[[], float],
+        workers: int,
     ) -> None:
         self._thread = threading.get_ident()
         self._wrapped = wrapped
@@ -65,6 +73,8 @@ class GradientReducer:
         self._rounds = GradientRounds(wrapped, vector, bridge, loss)
         self._states = GradientStates(wrapped.parameters)
         self._local = LocalPasses(wrapped.parameters)
+        self._computed = ComputedGradients()
+        self._alone = workers == 1
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # inside no_sync
@@ -113,7 +123,7 @@ class GradientReducer:
 
         Raises:
             GradientError: a gradient is not finite. No worker makes the step.
-            ConfigError: a parameter was added after `wrap`, or a gradient was changed too early.
+            ConfigError: a parameter was added after `wrap`, or a gradient was changed before it was averaged.
         """
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
@@ -161,12 +171,22 @@ class GradientReducer:
         wrapped, states, step = self._wrapped, self._states, self._rounds.steps
         mine = wrapped.indices_of(optimizer, step)
         rest = [index for index in mine if not states.is_averaged(index)]
-        for index in filter(states.changed_early, rest):
-            raise ConfigError(
-                f"step {step}: the gradient of {wrapped.names[index]!r} was changed (clipped, for example) before "
-                "it was averaged over the workers. Leave the last backward before the change out of no_sync: this "
-                "backward averages the gradients"
-            )
+        for index in () if self._alone else rest:
+            gradient = wrapped.parameters[index].grad
+            assert gradient is not None
+            is_computed = self._computed.has(index, gradient)
+            if is_computed and self._computed.changed(index, gradient):
+                raise ConfigError(
+                    f"step {step}: the gradient of {wrapped.names[index]!r} from torch.autograd.grad was changed "
+                    "(clipped, for example) before it was averaged over the workers, which is when the optimizer makes "
+                    "its step. Use backward() in its place, which averages at once: loss.backward(inputs=parameters)"
+                )
+            if not is_computed and states.changed_early(index):
+                raise ConfigError(
+                    f"step {step}: the gradient of {wrapped.names[index]!r} was changed (clipped, for example) before "
+                    "it was averaged over the workers. Leave the last backward before the change out of no_sync: this "
+                    "backward averages the gradients"
+                )
         if rest:
             states.fired.update(rest)
             self._begin()
@@ -190,6 +210,7 @@ class GradientReducer:
             if parameter.grad is None:
                 return  # a hook of the script has made a step of it and removed it
             self._states.fired.add(index)
+            self._computed.drop(index)
             if self._is_local:
                 if self._end_of_backward() is None:
                     self._at_end_of_backward(self._forget)
@@ -211,6 +232,7 @@ class GradientReducer:
         trained = parameter.requires_grad
         if parameter.is_floating_point():
             parameter.requires_grad_(True)  # torch wants that for a hook; it may be unfrozen at any time
+            parameter.register_hook(partial(self._computed.note, index))  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
 
@@ -292,4 +314,17 @@ class GradientReducer:
                 parameter.grad.fill_(torch.nan)
             else:
                 parameter.grad.copy_(mean.view(parameter.shape))
+        if parameter.grad.requires_grad and not self._alone:
+            hook = partial(self._differentiated, index)
+            parameter.grad.register_hook(hook)  # type: ignore[no-untyped-call]
         self._states.set_averaged(index, again=again)
+
+    def _differentiated(self, index: int, _: torch.Tensor) -> None:
+        """Refuses to go back through an averaged gradient: its graph is that of this worker's own."""
+        raise ConfigError(
+            f"step {self._rounds.steps}: the gradient of {self._wrapped.names[index]!r} is differentiated after "
+            "backward(create_graph=True). It is the mean over all workers, and its graph is of this worker's samples "
+            "alone, so each worker would get other second derivatives. Take the first gradients by "
+            "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what is made of them (a "
+            "penalty, or their product with a vector): backward averages what it computes"
+        )

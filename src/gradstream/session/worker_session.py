@@ -40,6 +40,7 @@ from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, 
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import SplitModule
 from gradstream.session.splitting import LoopSplit
+from gradstream.session.sync_batch_norm import refuse_sync_batch_norm
 from gradstream.strategies.base import Strategy
 
 
@@ -116,6 +117,7 @@ class WorkerSession(Session):
         """See `Session.wrap`."""
         modules, optimizers = several(model, nn.Module), several(optimizer, TorchOptimizer)
         self._check_unused()
+        refuse_sync_batch_norm(modules, self.world_size)
         if self._gradients_only:
             self._wrap_replicas(modules, optimizers)
             return model, optimizer
@@ -155,6 +157,7 @@ class WorkerSession(Session):
             self._samples.take_pass,
             self._samples.clear,
             self._log.step,
+            self.world_size,
         )
         reducer.synchronize()
         hook = BeforeForward(self._samples.forward)
