@@ -183,7 +183,8 @@ def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     up, down = size_text(s["pushed_bytes"]), size_text(s["fetched_bytes"])
     if s["servers"] == 0:
         what = "parameters in {:,} exchanges" if s["strategy"] in _IN_PAIRS else "gradients in {:,} sums"
-        return [("exchanged", f"{up} of {what.format(s['pushes'])}")] if s["pushes"] else []
+        is_one = s["workers"] == 1  # its sums are its own gradients, and go nowhere
+        return [("exchanged", f"{up} of {what.format(s['pushes'])}")] if s["pushes"] and not is_one else []
     return [
         ("pushed", f"{up} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
         ("fetched", f"{down} in {s['fetches']:,} fetches"),

@@ -177,6 +177,7 @@ class SampleProgress:
             folder=resume.folder,
             steps=dict(resume.steps),
             samples=self.num_samples_before,
+            by_worker=dict(resume.samples) if isinstance(self.ledger, OpenLedger) else {},
         )
 
     def completed(self) -> list[LedgerEvent]:

@@ -64,6 +64,8 @@ class OpenLedger:
     Args:
         num_workers: number of workers that bring data.
         rounds: whether they take part in rounds together; otherwise each stops when it is without data.
+        first: number of the first rounds of a worker that are no minibatches of its loop, in which it only meets the
+            others.
 
     Attributes:
         reassignment: reassigns the minibatches of lost workers.
@@ -75,9 +77,10 @@ class OpenLedger:
     KEPT = ("_sequences", "_dropped", "_last_round")
     """See `coordinator.durable.state`."""
 
-    def __init__(self, num_workers: int, *, rounds: bool) -> None:
+    def __init__(self, num_workers: int, *, rounds: bool, first: int = 0) -> None:
         self._sequences = [LoopSequence() for _ in range(num_workers)]
         self._rounds = rounds
+        self._first = first
         self._dropped = 0
         self.reassignment = Reassignment(self._sequences)
         self._pushed: dict[
@@ -204,9 +207,9 @@ class OpenLedger:
         """
         if any(sequence.lost for sequence in self._sequences):
             return {}
-        longest = max(sequence.total or 0 for sequence in self._sequences)
-        totals = {rank: sequence.total or 0 for rank, sequence in enumerate(self._sequences)}
-        return {rank: (total, longest) for rank, total in totals.items() if total < BRIEF * longest}
+        totals = [max(0, (sequence.total or 0) - self._first) for sequence in self._sequences]
+        longest = max(totals)
+        return {rank: (total, longest) for rank, total in enumerate(totals) if total < BRIEF * longest}
 
     def num_batches(self, epoch: int) -> int:
         """The number of minibatches of workers without data, except rounds without samples."""

@@ -65,12 +65,19 @@ def surviving(events: Iterable[EventDict]) -> list[EventDict]:
         if event["event"] == "started":
             kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated", "log", "noise")]
         elif event["event"] == "resumed":  # comes directly after "started"
-            out = [one for one in kept if _survives(one, event)] + out[-1:]
+            behind: Counter[str] = Counter()
+            out = [one for one in kept if _survives(one, event, behind)] + out[-1:]
         out.append(event)
     return out
 
 
-def _survives(event: EventDict, resumed: EventDict) -> bool:
+def _survives(event: EventDict, resumed: EventDict, behind: Counter[str]) -> bool:
+    """Whether the checkpoint has what an event tells of. `behind`: by worker, samples of the events before it."""
+    if event["event"] == "step" and resumed.get("by_worker"):
+        # Such a loop counts its own steps, which may have several minibatches.
+        who = f"worker-{event['rank']}"
+        behind[who] += event["samples"]
+        return behind[who] <= int(resumed["by_worker"].get(who, 0))
     if event["event"] == "step":
         return bool(event["step"] < resumed["steps"].get(f"worker-{event['rank']}", 0))
     if event["event"] == "log":

@@ -238,7 +238,8 @@ class RunPlan:
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""
         if self.open_ended:
-            return OpenLedger(self.workers, rounds=self.strategy.partitioning == "rounds")
+            in_rounds = self.strategy.partitioning == "rounds"
+            return OpenLedger(self.workers, rounds=in_rounds, first=int(self.gradients_only))
         helping = self.strategy.partitioning_of_run() != "partitions"  # with what is left of an epoch
         return Ledger(
             self.batch_plan(),

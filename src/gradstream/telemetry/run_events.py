@@ -6,7 +6,7 @@ In parentheses: who records the event.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from gradstream.telemetry.event import Event
@@ -278,6 +278,9 @@ class ResumedEvent(Event):
     folder: str
     steps: Mapping[str, int]  # by worker, the number of its next minibatch
     samples: int  # number of samples in the model
+    by_worker: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of these, where workers bring data of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
