@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,6 +30,7 @@ from drawn.text import State, Text
 from gradstream import Deadlines
 from gradstream.errors import GradientError, GradstreamError
 from gradstream.machine.description import describe_machine, git_commit
+from gradstream.session.agreement import Digest
 from gradstream.session.session import Session, SingleProcessSession
 from gradstream.testing.sessions import loop_in_threads
 
@@ -76,12 +78,17 @@ class _Run:
         self._at = [0] * workers
         self.reached, self.errors = len(loops), dict[int, BaseException]()
         try:
-            loop_in_threads(self._script, workers, strategy=strategy, deadlines=DEADLINES)
+            with mock.patch.object(
+                Digest, "PIECE_ELEMS", 1 << 20
+            ):  # loops are too short for one piece a round
+                loop_in_threads(self._script, workers, strategy=strategy, deadlines=DEADLINES)
         except BaseException as error:
             self.reached = max(self._at)
             self.errors[self.reached] = error
 
     def _script(self, session: Session) -> None:
+        if any(loop.model == "wide" for loop in self._loops):
+            torch.set_num_threads(1 + session.rank)  # of this thread: its sums are rounded in another way
         texts = [Text(loop, session) for loop in self._loops]
         session.wrap([text.model for text in texts], [one for text in texts for one in text.optimizers])
         rank = session.rank

@@ -36,6 +36,39 @@ def fault_of(**options: Any) -> str:
     return str(fault)
 
 
+PARTS: list[dict[str, Any]] = [
+    *(
+        {"backward": how}
+        for how in ("by hand, detached", "by hand, summed", "keeps the graph", "second derivatives")
+    ),
+    *({"model": kind} for kind in ("shared memory", "odd buffers", "sync batch norm")),
+    {"model": "wide", "clip": "norm"},
+    {"events": {1: "discard"}},
+    {"backward": "by hand", "zeroing": "zeros first", "events": {1: "freeze"}},
+]
+"""Of loops that are drawn rarely, or have differed once."""
+
+
+@pytest.mark.parametrize("options", PARTS)
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_rare_parts_end_as_in_plain_torch(options: dict[str, Any]) -> None:
+    assert not fault_of(**options)
+
+
+REFUSALS: list[dict[str, Any]] = [
+    {"ending": "replaced too early", "backward": "join by step", "clip": "replace"},
+    {"ending": "clipped by hand", "backward": "by hand", "clip": "norm"},
+    {"ending": "hessian", "backward": "hessian"},
+    {"ending": "sync batch norm", "model": "sync batch norm"},
+]
+
+
+@pytest.mark.parametrize("options", REFUSALS)
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_rare_endings_are_refused(options: dict[str, Any]) -> None:
+    assert not fault_of(**options)
+
+
 def test_a_zero_gradient_where_there_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = GradientReducer._round
 

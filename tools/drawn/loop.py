@@ -13,22 +13,26 @@ from drawn.parts import OPTIMIZERS, options_of
 BACKWARDS = (
     *("plain", "plain", "plain", "two losses", "sum of losses", "retained graph", "of some parameters"),
     *("accumulate", "accumulate apart", "join by step", "throw away", "by hand", "by hand in place"),
+    *("by hand, detached", "by hand, summed", "keeps the graph", "second derivatives"),
     *("checkpointed", "reentrant", "penalty", "scaler", "closure", "closure by hand"),
     "steps within backward",
 )
 """How gradients are made."""
 
-BY_HAND = ("join by step", "by hand", "by hand in place", "closure by hand")
+BY_HAND = (
+    *("join by step", "by hand", "by hand in place", "by hand, detached", "by hand, summed"),
+    "closure by hand",
+)
 """They are joined when the step is made: what changes them before is this worker's own."""
 
-MODELS = ("mlp", "tied", "branches", "residual", "embedding", "convolution", "batch norm")
+MODELS = ("mlp", "tied", "branches", "residual", "embedding", "convolution", "batch norm", "sync batch norm")
 CLIPS = ("none", "none", "norm", "largest", "value", "replace", "centre", "drop one")
 EDITS = ("none", "none", "none", "clamp", "normalise", "data", "pointed")
 ZEROINGS = (*("none first",) * 3, "zeros first", "none last", "zeros last", "module", "never")
 SCHEDULERS = ("none", "none", "step", "by group")
 EVENTS = (
     *("freeze", "unfreeze", "reload optimizer", "restore", "new optimizer", "evaluate", "copy", "slower"),
-    *("skip", "only the first"),
+    *("skip", "only the first", "discard"),
 )
 
 ENDINGS: Mapping[str, str] = {
@@ -37,6 +41,10 @@ ENDINGS: Mapping[str, str] = {
     "not a number": "GradientError",
     "new parameter": "ConfigError",
     "clipped too early": "ConfigError",
+    "replaced too early": "ConfigError",
+    "clipped by hand": "ConfigError",
+    "hessian": "ConfigError",
+    "sync batch norm": "ConfigError",
     "own rate": "ReplicasDifferError",
     "own noise": "ReplicasDifferError",
     "own gradient": "ReplicasDifferError",
@@ -100,7 +108,7 @@ def draw(seed: int, workers: int) -> Loop:
     model = rng.choice(MODELS)
     if backward in ("checkpointed", "reentrant"):
         model = rng.choice(["mlp", "tied"])
-    if backward == "penalty":
+    if backward in ("penalty", "second derivatives"):
         model = rng.choice(["mlp", "residual", "batch norm"])
     several = rng.random() < 0.25
     kinds = [rng.choice(list(OPTIMIZERS)) for _ in range(1 + several)]
@@ -125,9 +133,17 @@ def draw(seed: int, workers: int) -> Loop:
         left_out |= {"skip", "only the first"}  # gradients, or samples that count, are left to the next step
     if by_hand or within:
         left_out |= {"new optimizer"}  # nobody has wrapped it
+    if within or backward in ("by hand in place", "by hand, summed"):
+        left_out |= {
+            "discard"
+        }  # steps would be made of it; what is written behind it is taken for a change of it
     events = {step: rng.choice(EVENTS) for step in range(1, steps) if rng.random() < 0.25}
     events = {step: event for step, event in events.items() if event not in left_out}
     held_back = rng.randint(1, steps) if rng.random() < 0.1 and not several and not by_hand else None
+    if (
+        backward == "throw away"
+    ):  # two known limits: what no optimizer zeroes, and what only a worker without samples has
+        held_back, nothing = None, nothing and model != "branches"
     if backward == "scaler":  # what no optimizer has would stay infinite, and clipping by it makes all NaN
         held_back = None
     anew = "new optimizer" in events.values() or within or held_back is not None
@@ -161,6 +177,8 @@ def _with_odd_tensors(loop: Loop) -> Loop:
     rng = random.Random(f"odd {loop.seed}")
     if loop.model in ("mlp", "tied") and rng.random() < 0.5:
         loop = dataclasses.replace(loop, model=rng.choice(["shared memory", "odd buffers"]))
+    if loop.model == "mlp" and loop.dtype == "float64" and rng.random() < 0.2:
+        loop = dataclasses.replace(loop, model="wide", clip="none" if loop.clip == "none" else "norm")
     if loop.dtype == "float64" and rng.random() < 0.2:
         loop = dataclasses.replace(loop, optimizers=[("Counting", {"lr": 0.1}) for _ in loop.optimizers])
     return loop
@@ -187,6 +205,13 @@ def draw_ending(seed: int, workers: int) -> Loop:
     changes: dict[str, dict[str, Any]] = {
         "sparse": {"model": "sparse embedding", "optimizers": [("SGD", {"lr": 0.1})]},
         "clipped too early": {"backward": "join by step", "clip": "value"},
+        "replaced too early": {"backward": "join by step", "clip": "replace"},
+        "clipped by hand": {
+            "backward": rng.choice(["by hand", "by hand, detached"]),
+            "clip": rng.choice(["norm", "value", "centre"]),
+        },
+        "hessian": {"backward": "hessian"},
+        "sync batch norm": {"model": "sync batch norm"},
         "bounded embedding": {"model": "bounded embedding"},
     }
     return dataclasses.replace(loop, **changes.get(ending, {}))

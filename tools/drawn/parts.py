@@ -115,8 +115,8 @@ class _Images(Model):
 class _Normed(Model):
     """BatchNorm in evaluation mode: alone, or with the whole model."""
 
-    def __init__(self, rng: random.Random) -> None:
-        norm = nn.BatchNorm1d(5, affine=rng.random() < 0.8)
+    def __init__(self, rng: random.Random, kind: Callable[..., nn.Module] = nn.BatchNorm1d) -> None:
+        norm = kind(5, affine=rng.random() < 0.8)
         self.whole = rng.random() < 0.5
         super().__init__(nn.Linear(DIM, 5), norm, nn.Tanh(), nn.Linear(5, DIM))
         self.train()
@@ -129,15 +129,34 @@ class _Normed(Model):
 
 
 class _Shared(Model):
-    """Two weights in the same memory, which torch does not know of."""
+    """Two weights in the same memory, or in a part of it, which torch does not know of; or a weight and a buffer."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM, bias=False))
-        self.transposed = rng.random() < 0.5
+        self.how = rng.choice(["same", "transposed", "part", "buffer"])
 
     def complete(self) -> None:
         first, last = (self.body[number].get_parameter("weight") for number in (0, 2))
-        last.data = first.data.T if self.transposed else first.data
+        if self.how == "buffer":
+            self.register_buffer("row", first.data[0])
+        elif self.how == "part":
+            self.body[0].get_parameter("bias").data = first.data[1]
+        else:
+            last.data = first.data.T if self.how == "transposed" else first.data
+
+    def forward(self, x: torch.Tensor, branch: int = 0) -> torch.Tensor:
+        found = super().forward(x, branch)
+        return found + self.get_buffer("row") if self.how == "buffer" else found
+
+
+class _Wide(Model):
+    """Of so many numbers that their norm is rounded differently by other numbers of threads."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(nn.Linear(DIM, 9_000), nn.Tanh(), nn.Linear(9_000, DIM))
+
+    def forward(self, x: torch.Tensor, branch: int = 0) -> torch.Tensor:
+        return super().forward(x, branch) / 100
 
 
 class _Odd(Model):
@@ -159,6 +178,11 @@ class _Odd(Model):
             "scale": (torch.ones(3) / 3).bfloat16(),
             "step": torch.tensor(0.1).expand(3),
             "flags": torch.tensor([True, False]),
+            "lowest": torch.tensor(-torch.inf),
+            "unknown": torch.full((2,), torch.nan),
+            "table": torch.arange(6).view(2, 3),
+            "pixels": torch.arange(3, dtype=torch.uint8),
+            "none": torch.zeros(0, 3),
         }.items():
             self.register_buffer(name, buffer, persistent=self.keep)
 
@@ -204,8 +228,10 @@ MODELS: Mapping[str, Callable[[random.Random], Model]] = {
     "embedding": lambda rng: _Words(rng, padding_idx=rng.choice([0, None])),
     "convolution": _Images,
     "batch norm": _Normed,
+    "sync batch norm": partial(_Normed, kind=nn.SyncBatchNorm),
     "shared memory": _Shared,
     "odd buffers": _Odd,
+    "wide": _Wide,
     "sparse embedding": lambda rng: _Words(rng, sparse=True),
     "bounded embedding": lambda rng: _Words(rng, max_norm=0.5),
 }
@@ -321,7 +347,7 @@ def _other_inputs(text: Text) -> torch.Tensor:
 def _evaluate(text: Text) -> None:
     text.model.eval()
     # A model that is trained in evaluation mode cannot be told from one that is evaluated but by no_grad.
-    with torch.set_grad_enabled(text.step % 2 == 1 and text.loop.model != "batch norm"):
+    with torch.set_grad_enabled(text.step % 2 == 1 and "batch norm" not in text.loop.model):
         for inputs in text.session.shard([_other_inputs(text)] * 3):
             text.model(inputs)
     text.model.train()
@@ -347,6 +373,7 @@ EVENTS: Mapping[str, Callable[[Text], Any]] = {
     "evaluate": _evaluate,
     "copy": _train_a_copy,
     "slower": _slower,
+    "discard": lambda text: text.discard(),
 }
 
 

@@ -153,6 +153,19 @@ class Text:
         (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
         return nn.functional.mse_loss(outputs, y) + slope.square().sum(1).mean()
 
+    def _curved(self, x: torch.Tensor, y: torch.Tensor, rank: int) -> torch.Tensor:
+        """The loss, and its gradient's product with a vector of ones: both are means over samples."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        loss = self._error(x, y, rank)
+        found: Sequence[Any] = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        return loss + 0.1 * torch.stack([one.sum() for one in found if one is not None]).sum()
+
+    def _differentiate_again(self) -> None:
+        """Goes back through averaged gradients, which have the graph of one worker's samples."""
+        known = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        total = torch.stack([gradient.sum() for _, gradient in known]).sum()
+        torch.autograd.grad(total, [parameter for parameter, _ in known], allow_unused=True)
+
     # ---- the loop -----------------------------------------------------------------------
 
     def train(self) -> State:
@@ -166,7 +179,7 @@ class Text:
             event = self.loop.events.get(step, "")
             self._happens(event)
             if not self.loop.zeroing.endswith("last"):
-                self._zero()
+                self.zero()
             self._make_step({"skip": [], "only the first": self.optimizers[:1]}.get(event, self.optimizers))
             with torch.no_grad():
                 EDITS[self.loop.edit](self)
@@ -174,7 +187,7 @@ class Text:
                 if scheduler is not None:
                     scheduler.step()
             if self.loop.zeroing.endswith("last"):
-                self._zero()
+                self.zero()
         return self.state()
 
     def _make_step(self, chosen: list[torch.optim.Optimizer]) -> None:
@@ -209,9 +222,15 @@ class Text:
         elif kind in ("accumulate", "accumulate apart", "join by step", "throw away"):
             self._accumulate(kind)
         elif kind.startswith("by hand"):
-            self._by_hand(in_place=kind.endswith("place"))
+            self._by_hand(kind)
         elif kind == "penalty":
             self._loss(self._penalised).backward()
+        elif kind in ("keeps the graph", "hessian"):
+            self._loss().backward(create_graph=True)
+            if kind == "hessian":
+                self._differentiate_again()
+        elif kind == "second derivatives":
+            self._loss(self._curved).backward()
         else:
             self._loss(self._checked if kind in ("checkpointed", "reentrant") else None).backward()
 
@@ -222,23 +241,27 @@ class Text:
                 self._take(part)
             if kind == "accumulate" or (part == parts - 1 and kind != "join by step"):
                 if kind == "throw away":
-                    self._zero(default="none")
+                    self.zero(default="none")
                 (self._loss() / parts).backward()
             else:
                 with self.session.no_sync():
                     (self._loss() / parts).backward()
 
-    def _by_hand(self, *, in_place: bool = False) -> None:
+    def _by_hand(self, kind: str = "") -> None:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         gradients: Sequence[Any] = torch.autograd.grad(self._loss(), parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if in_place and gradient is not None and parameter.grad is not None:
+            if kind.endswith("place") and gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)
+            elif gradient is not None and kind.endswith("detached"):
+                parameter.grad = gradient.detach()
+            elif gradient is not None and kind.endswith("summed"):
+                parameter.grad = torch.zeros_like(gradient).add_(gradient, alpha=0.5).add_(gradient)
             else:
                 parameter.grad = gradient
 
     def _closure(self) -> float:
-        self._zero(default="none")
+        self.zero(default="none")
         if self.loop.backward == "closure by hand":
             self._by_hand()
         else:
@@ -268,7 +291,14 @@ class Text:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(used, number))  # type: ignore[no-untyped-call]
 
-    def _zero(self, default: str = "") -> None:
+    def discard(self) -> None:
+        """Throws the gradients of a window away."""
+        with self.session.no_sync():
+            self._loss().backward()
+        self.zero(default="none")
+
+    def zero(self, default: str = "") -> None:
+        """Zeroes gradients in the loop's way; one that never does, in the way of `default`."""
         way = default if self.loop.zeroing == "never" else self.loop.zeroing
         if way == "module":
             self.model.zero_grad()
@@ -289,6 +319,8 @@ class Text:
             layer: Any = self.model.layers()[0]
             layer.weight = nn.Parameter(layer.weight.detach() * 2)
             first.add_param_group({"params": [layer.weight]})
+        if self.loop.ending == "sync batch norm" and self.step == 2:
+            self.model.body[1].train()
         if event in EVENTS:
             EVENTS[event](self)
 

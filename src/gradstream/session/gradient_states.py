@@ -177,7 +177,7 @@ class ComputedGradients:
             self._found[index] = memory, gradient._version
 
     def drop(self, index: int) -> None:
-        """Notes that it was computed within backward, which has added it to `p.grad`."""
+        """Notes that it was computed within backward, which has added it to `p.grad`; or is averaged by now."""
         self._found.pop(index, None)
 
     def has(self, index: int, gradient: torch.Tensor) -> bool:

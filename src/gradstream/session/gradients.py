@@ -318,6 +318,7 @@ class GradientReducer:
             hook = partial(self._differentiated, index)
             parameter.grad.register_hook(hook)  # type: ignore[no-untyped-call]
         self._states.set_averaged(index, again=again)
+        self._computed.drop(index)
 
     def _differentiated(self, index: int, _: torch.Tensor) -> None:
         """Refuses to go back through an averaged gradient: its graph is that of this worker's own."""
