@@ -20,8 +20,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def samples(count: int, seed: int = 0) -> Batch:
     """(inputs (count, 3), targets (count, 1)), in float64."""
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda size: torch.randn(count, size, generator=generator, dtype=torch.float64)  # noqa: E731
-    return draw(3), draw(1)
+    x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randn(count, 1, generator=generator, dtype=torch.float64)
 
 
 def part(data: Batch, start: int, stop: int) -> Batch:

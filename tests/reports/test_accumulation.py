@@ -94,7 +94,7 @@ def test_a_window_is_a_mean_over_all_of_its_tokens(report: str) -> None:
 
 
 def test_a_minibatch_without_labels_adds_nothing_to_a_mean() -> None:
-    """allenai/OLMo-core#657: a mean over no labels is NaN, and through the sum of gradients it came to all processes."""
+    """allenai/OLMo-core#657: a mean over no labels is NaN, and the sum of gradients brought it to all processes."""
     made = windows([[[4], [3]], [[5], [0]], [[2], [6]]])
 
     def loop(session: gs.Session) -> torch.Tensor:
