@@ -55,7 +55,7 @@ def rates(run: gs.Run) -> dict[int, float]:
     return {row["step"]: row["lr"] for row in run.history}
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, Any] = {
     "lightly-ai/lightly-train#301": gs.schedules.Warmup(gs.schedules.Cosine(0.05), 6),
     "chainer/chainermn#225": gs.schedules.StepDecay(0.05, every=3, factor=0.5, unit="steps"),
     "FAIR-Chem/fairchem#146": gs.schedules.StepDecay(0.05, every=2, factor=0.1, unit="epochs"),
@@ -66,7 +66,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("report", SCHEDULES)
 def test_a_rate_goes_on_along_its_curve(report: str) -> None:
     """See `SCHEDULES`: the place on the curve of the learning rate was in no checkpoint."""
-    options = {"optimizer": gs.optim.SGD(lr=SCHEDULES[report], momentum=0.9)}
+    options: dict[str, Any] = {"optimizer": gs.optim.SGD(lr=SCHEDULES[report], momentum=0.9)}
     whole = linear(**options)
     resumed = linear(storage=stopped(1.2, **options), resume=True, **options)
     expected = rates(whole)

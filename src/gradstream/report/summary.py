@@ -33,7 +33,7 @@ _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_
 
 
 def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
-    """One row per minibatch, in the order of time.
+    """One row per minibatch, in the order of time; none for those that others have computed for a lost worker.
 
     Keys: step, epoch, rank, samples, loss, lr, gradient_norm, time_s. `time_s` counts from the start of the run. `loss`
     is the mean or the sum over the minibatch, as the model's `reduction` says, and None if the model does not return

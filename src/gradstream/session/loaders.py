@@ -129,7 +129,11 @@ class ShardedBatchSampler:
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A worker's part of a DataLoader. Notes the samples of each minibatch that it gives."""
+    """A worker's part of a DataLoader. Notes the samples of each minibatch that it gives.
+
+    Its processes draw other random numbers than those of other workers, also where all scripts set one seed. Those of
+    worker 0 draw what torch has them draw.
+    """
 
     _part: LoaderPart
     _number: int  # among the loaders whose minibatches are taken over, from 0
@@ -139,6 +143,19 @@ class ShardedLoader(DataLoader[Any]):
         sampler.latest = None
         batches = super().__iter__()  # with worker processes this draws indices already
         return self._counted(batches, sampler, sampler.latest)
+
+    def _get_iterator(self) -> Any:  # where torch seeds the loader's processes, from `generator`
+        if not self.num_workers or not self._part.rank:
+            return super()._get_iterator()
+        own = self.generator
+        drawn = int(
+            torch.empty((), dtype=torch.int64).random_(generator=own)
+        )  # as torch: it advances alike everywhere
+        self.generator = torch.Generator().manual_seed((drawn + self._part.rank) % 2**63)
+        try:
+            return super()._get_iterator()
+        finally:
+            self.generator = own
 
     def _counted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
