@@ -81,7 +81,10 @@ def parts(make: Any, epochs: int, workers: int = 2) -> list[list[list[Any]]]:
 
 
 def test_loader_processes_of_two_workers_draw_different_numbers() -> None:
-    """facebookresearch/fastMRI#123: loader processes of all ranks had the same seeds, and made the same masks."""
+    """facebookresearch/fastMRI#123: loader processes of all ranks had the same seeds, and made the same masks.
+
+    xingyizhou/CenterNet#233: numpy's were the same in each process, and again in each epoch.
+    """
     epochs = parts(lambda: DataLoader(Augmented(), batch_size=3, shuffle=True, num_workers=1), epochs=2)
     rows = [row for epoch in epochs for worker in epoch for batch in worker for row in batch]
     assert sorted(row[0] for row in rows) == sorted([*range(NUM_SAMPLES)] * 2)
@@ -92,7 +95,8 @@ def test_loader_processes_of_two_workers_draw_different_numbers() -> None:
 def test_each_epoch_has_an_order_of_its_own_without_being_told() -> None:
     """pytorch/pytorch#31771: unless a loop told the sampler each epoch's number, all epochs had the same order."""
     epochs = parts(
-        lambda: DataLoader(range(NUM_SAMPLES), batch_size=1, shuffle=True, collate_fn=_kept), epochs=4
+        lambda: DataLoader(list(range(NUM_SAMPLES)), batch_size=1, shuffle=True, collate_fn=_kept),  # type: ignore[arg-type]
+        epochs=4,
     )
     orders = [
         [number for pair in zip(*epoch, strict=True) for one in pair for number in one] for epoch in epochs
