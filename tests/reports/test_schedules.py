@@ -106,7 +106,7 @@ def test_the_length_of_a_shared_loader_is_the_number_of_steps() -> None:
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=2 * len(loader) - 1)
         for _ in range(2):
             for x, y in loader:
-                last.append(optimizer.param_groups[0]["lr"])
+                last.append(float(optimizer.param_groups[0]["lr"]))
                 step(model, optimizer, (x, y))
                 scheduler.step()
         session.close()
