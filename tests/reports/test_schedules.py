@@ -87,7 +87,7 @@ def test_a_scheduler_of_a_loop_goes_on_once_a_step_whatever_the_number_of_worker
         for number in range(5):
             start = 8 * number + 4 * session.rank
             step(model, optimizer, part(data, start, start + 4))
-            rates[session.rank].append(scheduler.get_last_lr()[0])
+            rates[session.rank].append(float(scheduler.get_last_lr()[0]))
             scheduler.step()
         session.close()
 
