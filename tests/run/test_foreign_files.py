@@ -22,6 +22,7 @@ from gradstream.run.files import read_config, read_record
 from gradstream.run.local.link import python_environment
 from gradstream.run.result import Run
 from gradstream.runtime.storage import DiskStorage
+from gradstream.telemetry.event_lines import read_events
 from gradstream.testing.runs import least_squares
 from gradstream.untrusted import read_regular
 
@@ -42,6 +43,17 @@ MANIFEST = Manifest(
     samples={"worker-0": 16},
     dropped={"0": 1},
 )
+
+
+@pytest.mark.limit_s(20)
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_events_that_only_look_like_a_file_are_refused(kind: str, tmp_path: Path) -> None:
+    """A report of such a run was empty, without a word."""
+    path = tmp_path / "events.jsonl"
+    assert read_events(path) == []
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises(ConfigError, match=r"events\.jsonl cannot be read"):
+        read_events(path)
 
 
 @pytest.mark.limit_s(20)

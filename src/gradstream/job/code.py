@@ -8,6 +8,7 @@ code.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import io
@@ -92,14 +93,12 @@ def keep(code: Mapping[str, UsersFile], run_dir: Path) -> None:
             entry = f"_{entry}"
         entries.setdefault(file.path, entry)
     index = {name: [str(file.path), entries[file.path]] for name, file in code.items()}
+    texts = {entries[file.path]: file.source for file in code.values()}
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as written:
-        for path, entry in entries.items():
+    with zipfile.ZipFile(archive, "w") as written:
+        for entry, text in [*texts.items(), (INDEX, json.dumps(index, indent=2).encode())]:
             # Without the time of now: the same code is the same bytes, also where a run is begun again.
-            written.writestr(
-                zipfile.ZipInfo(entry), next(file.source for file in code.values() if file.path == path)
-            )
-        written.writestr(zipfile.ZipInfo(INDEX), json.dumps(index, indent=2))
+            written.writestr(zipfile.ZipInfo(entry), text, zipfile.ZIP_DEFLATED)
     DiskStorage(run_dir).write(COPY, archive.getvalue())
 
 
@@ -198,11 +197,16 @@ class _CopyLoader(SourceFileLoader):
         return self._source
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
+
+
 def _place_of(module: ModuleType | None) -> Iterator[tuple[str, Path]]:
     """Name and path of a module of the user's; a script is called as its file."""
     name, file = getattr(module, "__name__", None), getattr(module, "__file__", None)
     if isinstance(name, str) and isinstance(file, str) and file.endswith(".py") and is_users(file):
-        path = Path(file).resolve()
+        path = _resolved(file)
         yield (path.name if name.startswith(("__", "_gradstream_")) else name), path
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gradstream.errors import ConfigError
@@ -76,25 +76,18 @@ def imported_by(files: Mapping[str, Path], folders: Sequence[str]) -> dict[str, 
         folders: where modules are looked for, in this order.
     """
     found, left, seen = dict[str, Path](), list(files.items()), set[str]()
-    names_in = functools.cache(_names_in)  # a program of a thousand modules names each of them many times
+    places = _Places(folders)
     while left:
         module, path = left.pop()
         for name in _imports(path, module):
-            if name in seen:
+            if name in seen:  # a program of a thousand modules names each of them many times
                 continue
             seen.add(name)
-            for new, file in _located(name, folders, names_in):
+            for new, file in places.of(name):
                 if new not in found and new not in files and is_users(file):
                     found[new] = file
                     left.append((new, file))
     return found
-
-
-def _names_in(folder: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(folder))
-    except OSError:
-        return frozenset()
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
@@ -134,31 +127,58 @@ def _statements(path: Path, changed_ns: int, size: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _located(
-    name: str, folders: Sequence[str], names_in: Callable[[str], frozenset[str]]
-) -> Iterator[tuple[str, Path]]:
-    """The files of a module and of the packages around it, as far as they are in these folders."""
-    if name.partition(".")[0] in sys.stdlib_module_names:
-        return
-    within, parts = list(folders), name.split(".")
-    for number, part in enumerate(parts, 1):
-        file = next(filter(None, (_file_of_module(folder, part, names_in) for folder in within)), None)
-        if file is not None:
-            yield ".".join(parts[:number]), Path(file)
-        if file is None:
-            within = [os.path.join(folder, part) for folder in within if part in names_in(folder)]
-        elif file.endswith("__init__.py"):
-            within = [os.path.dirname(file)]
-        else:
-            return
+class _Places:
+    """Finds the files of modules in folders, each of which is listed once.
 
+    Args:
+        folders: where modules are looked for, in this order.
+    """
 
-def _file_of_module(folder: str, part: str, names_in: Callable[[str], frozenset[str]]) -> str | None:
-    """The file in a folder that a module of this name would be imported from; None without one."""
-    package, module = os.path.join(folder, part), os.path.join(folder, f"{part}.py")
-    if part in names_in(folder) and "__init__.py" in names_in(package):
-        return os.path.join(package, "__init__.py")
-    return module if f"{part}.py" in names_in(folder) and os.path.isfile(module) else None
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._folders = folders
+        self._names = dict[str, frozenset[str]]()  # by folder
+        self._tops = dict[str, list[str]]()  # folders by the first part of a name
+
+    def of(self, name: str) -> Iterator[tuple[str, Path]]:
+        """The files of a module and of the packages around it, as far as they are the user's, in these folders."""
+        parts = name.split(".")
+        if parts[0] not in self._tops:
+            self._tops[parts[0]] = self._folders_of(parts[0])
+        within = self._tops[parts[0]]
+        for number, part in enumerate(parts, 1):
+            file = next(filter(None, (self._file(folder, part) for folder in within)), None)
+            if file is not None:
+                yield ".".join(parts[:number]), Path(file)
+            if file is None:
+                within = [os.path.join(folder, part) for folder in within if part in self._names_in(folder)]
+            elif file.endswith("__init__.py"):
+                within = [os.path.dirname(file)]
+            else:
+                return
+
+    def _folders_of(self, top: str) -> list[str]:
+        """The folders that have a package or module of this name; none where the first one is not the user's."""
+        if top in sys.stdlib_module_names:
+            return []
+        has = [folder for folder in self._folders if self._names_in(folder) & {top, f"{top}.py"}]
+        file = next(filter(None, (self._file(folder, top) for folder in has)), None)
+        return has if file is None or is_users(file) else []
+
+    def _file(self, folder: str, part: str) -> str | None:
+        """The file in a folder that a module of this name would be imported from; None without one."""
+        names = self._names_in(folder)
+        package, module = os.path.join(folder, part), os.path.join(folder, f"{part}.py")
+        if part in names and "__init__.py" in self._names_in(package):
+            return os.path.join(package, "__init__.py")
+        return module if f"{part}.py" in names and os.path.isfile(module) else None
+
+    def _names_in(self, folder: str) -> frozenset[str]:
+        if folder not in self._names:
+            try:
+                self._names[folder] = frozenset(os.listdir(folder))
+            except OSError:
+                self._names[folder] = frozenset()
+        return self._names[folder]
 
 
 def file_of(spec: str) -> Path | None:

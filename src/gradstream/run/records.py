@@ -38,7 +38,8 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
         OSError: the disk does not take them.
     """
     job, storage = plan.job, DiskStorage(Path(spec.run_dir))
-    keep(users_code(job.spec), storage.root)
+    if job.spec:  # else no other process reads it
+        keep(users_code(job.spec), storage.root)
     storage.write("config.toml", to_toml(plan).encode())
     if job.record:
         recorded = {"job": spec.job, "sha256": digest_of(spec.job)}

@@ -13,9 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gradstream.errors import ConfigError
 from gradstream.telemetry import events
 from gradstream.telemetry.event import MAX_FLOAT, Event
 from gradstream.untrusted.documents import DocumentError, parse_json
+from gradstream.untrusted.files import open_regular
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import say
 
@@ -187,13 +189,20 @@ def read_events(path: Path) -> list[Mapping[str, Any]]:
     """The events in a file of JSON lines; [] without a file. An incomplete last line is left out.
 
     Lines that are no events of this version are skipped, and a message on stderr gives their number.
+
+    Raises:
+        ConfigError: it is no regular file, or cannot be read.
     """
     lines = EventLines()
     found: list[Mapping[str, Any]] = []
-    if path.is_file():
-        with path.open("rb") as file:
+    try:
+        with open_regular(path) as file:
             while data := file.read(PIECE_BYTES):
                 found += lines.take(data)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; put it back from a copy") from error
     if lines.skipped:
         say(f"{path}: {lines.skipped}")
     return found
