@@ -25,7 +25,8 @@ from gradstream.model.devices import Copied, Streams, device_of, streams_of
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Landing
 from gradstream.run.planning import plan_run
-from gradstream.run.reopen import reopen
+from gradstream.run.records import write_spec
+from gradstream.run.reopen import described, reopen
 from gradstream.runtime.base import Report
 from late_streams import LateStreams
 
@@ -392,6 +393,7 @@ def test_a_run_is_evaluated_again_where_its_device_is_not(tmp_path: Path) -> Non
     told = (folder / "nodes.json").read_text()
     assert '"device": "auto"' in told
     (folder / "nodes.json").write_text(told.replace('"device": "auto"', '"device": "cuda:7"'))
+    write_spec(described(folder), folder)  # as on that machine
     again, _ = reopen(folder)
     assert again.evaluate().loss == pytest.approx(run.evaluate().loss)
     assert '"device": "cuda:7"' in (folder / "nodes.json").read_text()

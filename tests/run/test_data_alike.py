@@ -119,10 +119,20 @@ def command(folder: Path, *words: str, **variables: str) -> subprocess.Completed
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("data", [DATASET, LOADER], ids=["dataset", "loader"])
-def test_labels_in_the_order_of_a_set_are_the_same_in_all_processes(tmp_path: Path, data: str) -> None:
-    """The launcher has its own order of sets, unless it is the command line."""
-    (tmp_path / "job.py").write_text(LABELS.format(names=A_SET, data=data))
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [(DATASET, A_SET), (LOADER, A_SET), (DATASET, "__import__('names_of').NAMES")],
+    ids=["dataset", "loader", "module"],
+)
+def test_labels_in_the_order_of_a_set_are_the_same_in_all_processes(
+    tmp_path: Path, data: str, names: str
+) -> None:
+    """The launcher has its own order of sets, unless it is the command line.
+
+    A compiled file has that of the process which has compiled it: the first command here leaves one.
+    """
+    (tmp_path / "names_of.py").write_text(f"NAMES = {A_SET}\n")
+    (tmp_path / "job.py").write_text(LABELS.format(names=names, data=data))
     train = "import gradstream as gs; from gradstream.job.files import load_job; gs.train(load_job('job.py'))"
     done = command(tmp_path, "-c", train, PYTHONHASHSEED="3")
     assert done.returncode == 0, done.stderr  # all nodes have the seed that was given

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -148,12 +148,47 @@ def run_kept(run_dir: Path) -> Callable[[], None]:
     return partial(sys.meta_path.remove, finder)
 
 
-def loader_of(path: Path, name: str) -> SourceFileLoader | None:
-    """The loader of a script that a copy has; None without a copy."""
+def loader_of(path: Path, name: str) -> SourceFileLoader:
+    """The loader of a script: of its copy, if there is one. Modules that the script imports are compiled anew, too.
+
+    A compiled file has sets in the order of the process that has compiled it, with its hash seed: a job that is read
+    from one would have its labels in another order than in processes that compile it.
+    """
+    if not any(isinstance(finder, _Uncompiled) for finder in sys.meta_path):
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), _Uncompiled())  # behind a copy
     for finder in sys.meta_path:
         if isinstance(finder, _Kept) and path in finder.scripts:
             return _CopyLoader(name, finder.scripts[path])
-    return None
+    return _SourceLoader(name, str(path))
+
+
+class _SourceLoader(SourceFileLoader):
+    """Loads a module from its source, and never from `__pycache__`."""
+
+    def path_stats(self, path: str) -> Mapping[str, float]:
+        """Says that nothing is known of the file, so that no compiled one is taken for it."""
+        raise OSError(f"{path} is read from its source")
+
+
+class _Uncompiled(MetaPathFinder):
+    """Finds the user's modules, and has them loaded from their sources."""
+
+    def __init__(self) -> None:
+        self._others = set(sys.stdlib_module_names)  # packages and modules that are not the user's
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        top = fullname.partition(".")[0]
+        spec = None if top in self._others else PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        if not is_users(spec.origin):
+            self._others.add(top)
+            return None
+        spec.loader = _SourceLoader(fullname, spec.origin)
+        return spec
 
 
 class _Kept(MetaPathFinder):
@@ -177,16 +212,12 @@ class _Kept(MetaPathFinder):
         )
 
 
-class _CopyLoader(SourceFileLoader):
-    """Loads a module from the copy of its file, and never from `__pycache__`."""
+class _CopyLoader(_SourceLoader):
+    """Loads a module from the copy of its file."""
 
     def __init__(self, name: str, file: UsersFile) -> None:
         super().__init__(name, str(file.path))
         self._source = file.source
-
-    def path_stats(self, path: str) -> Mapping[str, float]:
-        """Says that nothing is known of the file, so that no compiled one is taken for it."""
-        raise OSError(f"{path} is read from its copy")
 
     def get_data(self, path: str) -> bytes:
         """The copy. Tracebacks, and what compiles functions from their source, read the same."""

@@ -113,7 +113,7 @@ def _limits(groups: list[Path]) -> list[tuple[Path, _Files, int]]:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none here, or "max"
         return None
 

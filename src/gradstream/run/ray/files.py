@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gradstream.errors import ConfigError
+from gradstream.machine.resources import free_disk_bytes
 from gradstream.run.ray.actor import digest_of_file
 from gradstream.run.ray.cluster import RayCluster
 from gradstream.run.ssh.run_files import FREE_PART, MAX_FILES
@@ -77,7 +77,7 @@ class RunFiles:
             ConfigError: the node names a file that would be elsewhere, or sends more than the disk has room for.
             DeadlineError: the actor does not answer.
         """
-        left = int(FREE_PART * shutil.disk_usage(run_dir).free)
+        left = int(FREE_PART * free_disk_bytes(run_dir))
         names = self._cluster.answer(self._actor.files.remote(), "node 0", ANSWER_S)
         if len(names) > MAX_FILES:
             raise ConfigError(f"node 0 names {len(names):,} files of its run, expected at most {MAX_FILES:,}")
