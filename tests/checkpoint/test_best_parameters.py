@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.checkpoint.model_file import load_file
 from gradstream.run.reopen import kept_parameters
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import least_squares
+from gradstream.worker.evaluation import Evaluation
+from gradstream.worker.evaluator import Evaluator
 from gradstream.worker.final_model import BEST_EVALUATION, BEST_MODEL, keep_if_best
 
 
@@ -74,3 +78,17 @@ def test_who_evaluates_next_knows_the_best_of_those_before(before: Any, now: Any
     found = json.loads(storage.read(BEST_EVALUATION))
     assert (found["step"] == 2) == kept
     assert storage.read(BEST_MODEL)
+
+
+def test_a_worker_on_another_machine_keeps_none_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator would refuse what it asks for: as many refusals as evaluations, which end its membership."""
+    said: list[Any] = []
+    storage = object.__new__(ElsewhereStorage)
+    monkeypatch.setattr(ElsewhereStorage, "read", lambda *_: pytest.fail("it has asked the coordinator"))
+    evaluator = object.__new__(Evaluator)
+    evaluator._runtime = SimpleNamespace(storage=storage, node="worker-1")
+    evaluator._member = SimpleNamespace(emit=said.append)  # type: ignore[assignment]
+    evaluator._is_told = False
+    for step in range(3):
+        evaluator._keep_if_best(step, torch.zeros(2), {}, Evaluation(0.5, 1.0, 4))
+    assert [one.message[:22] for one in said] == ["worker-1 evaluates now"]

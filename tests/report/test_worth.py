@@ -39,7 +39,11 @@ def told(*given: Any, **options: Any) -> list[str]:
 def test_two_machines_that_wait_more_than_they_compute_are_slower_than_one() -> None:
     (text,) = told([1.0, 1.0], 2.0)
     assert "21 samples/s together, and this machine alone would do 32" in text, text
-    assert re.search("workers wait 6[78]% of the time", text) and "--strategy local-sgd" in text
+    assert (
+        re.search("workers wait 6[78]% of the time", text)
+        and "local-sgd" in text
+        and "in a loop of your own parameter-averaging" in text
+    )
 
 
 def test_the_machine_that_would_be_faster_is_named() -> None:
@@ -69,6 +73,20 @@ def test_a_strategy_that_exchanges_rarely_already_is_not_advised() -> None:
 )
 def test_what_is_faster_or_not_known_is_not_told(compute_s: list[float], wait_s: float, options: Any) -> None:
     assert told(compute_s, wait_s, **options) == []
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_minute_with_a_death_in_it_is_not_judged(left: bool) -> None:
+    """Everybody waits until the loss is noticed: that is no fault of the network."""
+    worth, found = Worth(), list[str]()
+    given = list(events([1.0, 1.0], 0.0, steps=22))
+    for event in given:
+        found.append(worth.note(event))
+    if left:
+        found.append(worth.note({"event": "left", "who": "worker-1", "lost": True}))
+    for step in range(40):  # 45 s later
+        found.append(worth.note({**given[-2], "time_s": 67.0 + step}))
+    assert any(found) is not left
 
 
 def test_the_first_step_of_each_worker_does_not_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import resource
 import signal
@@ -23,7 +24,8 @@ from gradstream.machine import resources
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local.forkserver import _call
 from gradstream.telemetry.events import LeftOverEvent, encode
-from gradstream.untrusted import say, tell
+from gradstream.untrusted import pass_on, say, tell
+from small_loops import SETUP
 
 SMALL = """
 import numpy as np
@@ -102,21 +104,35 @@ def test_what_worker_0_prints_is_on_stdout(tmp_path: Path) -> None:
     assert "printed by the loop" in done.stdout and "printed by the loop" not in done.stderr
 
 
-LOOP = """
-import torch
-import gradstream as gs
-
-session = gs.join(workers=2)
-torch.manual_seed(0)
-model = torch.nn.Linear(3, 1)
-model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+LOOP = f"""{SETUP}
 for _ in range(2):
     optimizer.zero_grad()
-    model(torch.ones(4, 3)).sum().backward()
+    model(torch.ones(4, 4)).sum().backward()
     optimizer.step()
 if session.rank == 0:
     print("printed by the loop")
 """
+
+
+@pytest.mark.parametrize("broken", ["full", "closed", "none"])
+def test_a_stdout_that_takes_nothing_ends_no_run(
+    broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a loop prints goes through the launcher: `gradstream train loop.py | head` must not end it."""
+    stream: Any = None if broken == "none" else open("/dev/full", "w")  # noqa: SIM115
+    if broken == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    pass_on("one")
+    pass_on("two")
+    assert capsys.readouterr().err.count("standard output takes nothing any more") == (broken != "none")
+
+
+def test_what_stdout_cannot_spell_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    pass_on("größe")
+    assert sys.stdout is stream and stream.buffer.getvalue() == b"gr\\xf6\\xdfe"
 
 
 # ---- processes ----------------------------------------------------------------------------
@@ -317,5 +333,6 @@ def test_a_limit_of_open_files_is_raised_or_named(limit: Callable[[int, int], li
     asked = limit(1024, resource.RLIM_INFINITY)
     resources.allow_open_files(200)
     assert asked == [(1 << 16, resource.RLIM_INFINITY)]
-    assert limit(resource.RLIM_INFINITY, resource.RLIM_INFINITY) == []
+    asked = limit(resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     resources.allow_open_files(1 << 20)
+    assert asked == []

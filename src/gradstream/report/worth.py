@@ -21,18 +21,22 @@ class Worth:
     """Judges a run over several machines once: it compares samples/s with what the best machine computes in a second.
 
     A machine alone would wait for nobody. So its rate is Σ over its workers of samples / seconds in gradients, which
-    these workers have measured beside each other.
+    these workers have measured beside each other. A run that loses a node, or begins another phase, is judged by the
+    minute after that.
     """
 
     def __init__(self) -> None:
         self._machine: dict[str, str] = {}  # by worker; "" is the launcher's
+        self._workers = 0
+        self._strategy = ""
+        self._over = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._samples: Counter[str] = Counter()
         self._computed_s: defaultdict[str, float] = defaultdict(float)
         self._steps: Counter[str] = Counter()
         self._began_s = 0.0
-        self._workers = 0
-        self._strategy = ""
-        self._over = False
 
     def note(self, event: Mapping[str, Any]) -> str:
         """Takes an event of the run. Returns what to tell the user; "" for nothing."""
@@ -40,6 +44,9 @@ class Worth:
             self._machine |= dict.fromkeys(event["nodes"], event["who"])
         elif event["event"] in ("started", "phase"):
             self._workers, self._strategy = int(event["workers"]), str(event["strategy"])
+            self._begin()
+        elif event["event"] == "left":
+            self._begin()
         elif event["event"] == "step" and not self._over:
             return self._step(event)
         return ""
@@ -74,8 +81,8 @@ class Worth:
             + (
                 "Larger minibatches or a longer period would help"
                 if self._strategy in _RARE
-                else "Strategies that exchange less often would help: --strategy local-sgd, or auto, which measures; "
-                "so would larger minibatches"
+                else "Larger minibatches would help, or a strategy that exchanges less often: local-sgd, or auto, "
+                "which measures; in a loop of your own parameter-averaging"
             )
         )
 

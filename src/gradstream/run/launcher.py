@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,7 +40,7 @@ from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.runtime.event_log import disk_error
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
-from gradstream.untrusted import say, tell
+from gradstream.untrusted import pass_on, say, tell
 
 if TYPE_CHECKING:
     from gradstream.run.remote.machine_rendezvous import MachineRendezvous
@@ -255,8 +254,7 @@ class Launcher:
         elif "output" in message:
             tell(message["output"])
         elif "printed" in message:
-            sys.stdout.write(message["printed"])
-            sys.stdout.flush()
+            pass_on(message["printed"])
         elif message.get("from") == COORDINATOR and "address" in message:
             self._note_coordinator(str(message["address"]))
         elif "disk" in message:

@@ -7,7 +7,17 @@ of this package turn input into a checked value or into one typed error, in boun
 from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml
 from gradstream.untrusted.files import open_regular, read_regular, read_settings
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
-from gradstream.untrusted.text import LINE_BYTES, TEXT_BYTES, counted, escaped, lose_stderr, say, show, tell
+from gradstream.untrusted.text import (
+    LINE_BYTES,
+    TEXT_BYTES,
+    counted,
+    escaped,
+    lose_stderr,
+    pass_on,
+    say,
+    show,
+    tell,
+)
 
 __all__ = [
     "LINE_BYTES",
@@ -22,6 +32,7 @@ __all__ = [
     "open_regular",
     "parse_json",
     "parse_toml",
+    "pass_on",
     "read_regular",
     "read_settings",
     "say",

@@ -50,6 +50,21 @@ def tell(text: str) -> None:
         lose_stderr()
 
 
+def pass_on(text: str) -> None:
+    """Writes what a program of the user's has printed to stdout, at once. Where that fails, stderr says so once."""
+    stream = sys.stdout
+    try:
+        if stream is not None:
+            known = text.encode(stream.encoding or "utf-8", "backslashreplace").decode(
+                stream.encoding or "utf-8"
+            )
+            stream.write(known)
+            stream.flush()
+    except (OSError, ValueError) as error:
+        say(f"standard output takes nothing any more ({error}): what is printed from here on is lost")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # see `lose_stderr`
+
+
 def lose_stderr() -> None:
     """Has this process write to nowhere what it writes to stderr, which takes nothing any more.
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
+from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
@@ -60,6 +61,7 @@ class Evaluator:
         self._is_lowest = is_lowest
         self._lead = lead
         self._last_ref: BatchRef | None = None
+        self._is_told = False
         self._due = DueEvaluations(config.evaluation, schedule)
 
     async def at_begin(self, replica: Replica, *, late: bool = False) -> None:
@@ -155,6 +157,15 @@ class Evaluator:
 
     def _keep_if_best(self, step: int, parameters: torch.Tensor, buffers: Buffers, found: Evaluation) -> None:
         """Keeps these parameters where no evaluation was as good. A disk that does not take them ends nothing."""
+        if isinstance(self._runtime.storage, ElsewhereStorage):  # worker 0 was lost, or is on another machine
+            text = (
+                f"{self._runtime.node} evaluates now, on another machine than the run directory: checkpoints/best has "
+                "the best parameters of the evaluations before"
+            )
+            if not self._is_told:
+                self._member.emit(DiskEvent(what="best parameters", state="waiting", error="", message=text))
+            self._is_told = True
+            return
         try:
             best = Evaluated(step, found.accuracy, found.loss)
             keep_if_best(self._runtime.storage, self._config.model, parameters, buffers, best)
