@@ -18,6 +18,13 @@ DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
 SAMPLES = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+def draw(model: nn.Module) -> None:
+    """Draws parameters by a generator of their own: the threads of two workers share torch's."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+
+
 class Case:
     """A model and its optimizer. Worker 0 has two thirds of the samples."""
 
@@ -26,9 +33,7 @@ class Case:
         cut = 8 if session.world_size > 1 else 12
         self.samples = SAMPLES[8:] if session.rank else SAMPLES[:cut]
         self.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-        generator = torch.Generator().manual_seed(1)
-        for parameter in self.model.parameters():
-            nn.init.normal_(parameter, generator=generator)
+        draw(self.model)
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
         session.wrap(self.model, self.optimizer)
@@ -195,8 +200,8 @@ def test_what_equals_torch_goes_on(step: Step) -> None:
 
 def normed(session: gs.Session, *, at_wrap: bool, later: bool) -> torch.Tensor:
     """Trains a SyncBatchNorm that is in training mode at `wrap`, and in the steps, or not."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3), nn.Linear(3, 1)).double()
+    draw(model)
     model[1].train(at_wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.wrap(model, optimizer)
