@@ -5,23 +5,27 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-import pkgutil
 import sys
 from typing import Any
 
 import click
 
 from gradstream._version import __version__
-from gradstream.cli import commands
 from gradstream.errors import EXIT_CODES, GradstreamError, exit_code
+
+MODULES = {
+    "jobs": "train resume simulate config new demo",
+    "machines": "launch join doctor add remove replace",
+    "running_jobs": "runs attach status logs stop reshard",
+    "results": "report trace evaluate replay sharpness surface",
+    "catalogue": "plugins data check bench",
+}
+"""The commands of each module of `gradstream.cli.commands`. To add one, write its function there, and its name here."""
+COMMANDS = {name: module for module, names in MODULES.items() for name in names.split()}
 
 
 class CommandGroup(click.Group):
-    """A group whose commands are the modules of `gradstream.cli.commands`.
-
-    The module `commands/train.py` holds the command `train`, and so on: to add a command, add a file. A dash in
-    the name of a command is an underscore in the name of its file.
-    """
+    """A group whose commands are functions of the modules in `MODULES`, which are imported when they are used."""
 
     def main(self, *args: Any, **named: Any) -> Any:
         """Runs the command line of this process, under the hash seed that the nodes of its run have."""
@@ -33,14 +37,14 @@ class CommandGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""
-        return sorted(found.name.replace("_", "-") for found in pkgutil.iter_modules(commands.__path__))
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of this name, imported now; None if there is none."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
-        name = cmd_name.replace("-", "_")
-        command: click.Command = getattr(importlib.import_module(f"{commands.__name__}.{name}"), name)
+        module = importlib.import_module(f"gradstream.cli.commands.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
     def resolve_command(

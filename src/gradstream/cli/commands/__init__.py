@@ -1,3 +1,3 @@
-"""The subcommands: each module holds the command of its name, and imports nothing heavy at its top."""
+"""The subcommands, by what they are about; no module imports anything heavy at its top."""
 
 __all__ = ()

@@ -1,18 +1,24 @@
-"""`gradstream launch`."""
+"""Commands for several machines: start a job on them, join one, look why one cannot, and change which take part."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gradstream.cli.launch_files import ENGINES, NAME, LaunchFile
+from gradstream.cli.machines import token_of, token_options
 from gradstream.cli.options import JobCommand, arguments_of_job
 from gradstream.errors import ConfigError
 from gradstream.run.place import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from gradstream.machine.doctor import DoctorResult
 
 
 @click.command(cls=JobCommand, context_settings={"ignore_unknown_options": True})
@@ -116,7 +122,7 @@ def launch(
 
 
 def _on_hosts(job: Path, function: str, words: tuple[str, ...], hosts: str, name: str, **given: Any) -> None:
-    from gradstream.cli.commands.train import train
+    from gradstream.cli.commands.jobs import train
     from gradstream.cli.hosts import launch_on
     from gradstream.run.ssh.fleet import Fleet
 
@@ -183,3 +189,170 @@ def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) 
     except OSError as error:
         raise ConfigError(f"{output} is not written: {error.strerror}") from error
     click.echo(f"{output} is written; its first lines say how it is used")
+
+
+@click.command(cls=JobCommand)
+@click.argument("address", metavar="ADDR:PORT")
+@click.argument("job", metavar="JOB")
+@token_options
+@click.option("--fingerprint", metavar="sha256:…", help="Fingerprint of the launcher's certificate.")
+@click.option("--name", help="Name of this machine; by default its host name.")
+@click.option("--insecure", is_flag=True, help="Send plain text; the launcher must have --insecure too.")
+@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for logs.")
+def join(
+    address: str,
+    job: str,
+    token: str | None,
+    token_file: Path | None,
+    fingerprint: str | None,
+    name: str | None,
+    insecure: bool,
+    run_dir: Path | None,
+) -> None:
+    """Takes part in a run that `gradstream train JOB --listen` has started on another machine.
+
+    That command prints the line to run here. JOB is this machine's copy of the job file, with this
+    machine's copy of the data; where either differs from the launcher's, the launcher refuses this
+    machine. The exit status is that of the run.
+
+    \b
+    Examples:
+      gradstream join 10.0.0.1:41873 JOB.py --token 0123… --fingerprint sha256:4567…
+      GRADSTREAM_TOKEN=0123… gradstream join 10.0.0.1:41873 JOB.py --fingerprint sha256:4567…
+    """
+    from gradstream.run.remote.address import Address
+    from gradstream.run.remote.join import Joining
+    from gradstream.run.remote.join import join as take_part
+    from gradstream.untrusted import say
+
+    known = token_of(token, token_file)
+    if not known:
+        raise ConfigError("join needs the token that the launcher has printed: --token, or GRADSTREAM_TOKEN")
+    where = Address.parse(address, "ADDR:PORT")
+    if not where.port:
+        raise ConfigError(f"{address}: the port is missing; the launcher has printed host:port")
+    joining = Joining(
+        address=where,
+        job=job,
+        arguments=arguments_of_job(),
+        token=known,
+        fingerprint=fingerprint,
+        machine=name,
+        insecure=insecure,
+        run_dir=run_dir,
+    )
+    sys.exit(take_part(joining, say))
+
+
+TEXT_BYTES = 4096
+MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
+
+
+@click.command()
+@click.argument("address", metavar="[ADDR:PORT]", required=False)
+@token_options
+@click.option(
+    "--fingerprint", metavar="sha256:…", help="Fingerprint of the launcher's certificate, as printed."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(),
+    help="Folder for runs; the current one by default.",
+)
+def doctor(
+    address: str | None,
+    token: str | None,
+    token_file: Path | None,
+    fingerprint: str | None,
+    folder: Path,
+) -> None:
+    """Checks whether this machine can train, alone or with the launcher at ADDR:PORT.
+
+    Without an address, it checks versions, memory, disk, limits and addresses. With the address of a
+    launcher that waits or trains, it also checks its name, TCP and TLS; with the token, gRPC, round
+    trip, clock, the speed each way and the launcher's versions. Exit status 3 if a check fails.
+
+    \b
+    Examples:
+      gradstream doctor
+      gradstream doctor 10.0.0.1:41873 --token 0123… --fingerprint sha256:4567…
+    """
+    from gradstream.errors import ConfigError
+    from gradstream.machine.doctor import look_here
+    from gradstream.untrusted.text import escaped
+
+    findings: Iterable[DoctorResult] = look_here(folder.resolve())
+    if address is not None:
+        from gradstream.run.remote.address import Address
+        from gradstream.run.remote.doctor import Visit, look_there
+
+        where = Address.parse(address, "ADDR:PORT")
+        if not where.port:
+            raise ConfigError(f"{address}: the port is missing; the launcher has printed host:port")
+        known = token_of(token, token_file)
+        visit = Visit(address=where, token=known, fingerprint=fingerprint)
+        findings = chain(findings, look_there(visit))
+    failed = False
+    for finding in findings:
+        failed |= finding.state == "failed"
+        text = escaped(f"{finding.what:<12}{finding.text}", TEXT_BYTES, newlines=True)
+        click.echo(f"{MARKS[finding.state]} {text}")
+    sys.exit(3 if failed else 0)
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("host")
+def add(run: Path, host: str) -> None:
+    """Has HOST join a run of `gradstream launch --hosts` that has a free place.
+
+    RUN is the local folder of the run. `--room N` made N places more than there were machines, and each machine
+    that `gradstream remove` takes out leaves one. The others train on meanwhile.
+
+    \b
+    Examples:
+      gradstream launch --hosts a,b --room 2 --detach JOB.py
+      gradstream add runs/job c
+    """
+    from gradstream.cli.hosts import add_on, fleet_of
+
+    add_on(fleet_of(run), run, host)
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("host")
+def remove(run: Path, host: str) -> None:
+    """Has HOST leave a run of `gradstream launch --hosts`: it hands in what it has computed, and is cleaned up.
+
+    RUN is the local folder of the run. HOST is not its first machine, which has the parameters. The others train
+    on, and its place is free for another one (`gradstream add`).
+
+    \b
+    Examples:
+      gradstream remove runs/job c
+    """
+    from gradstream.cli.hosts import fleet_of, remove_from
+
+    remove_from(fleet_of(run), run, host)
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("gone")
+@click.argument("host")
+def replace(run: Path, gone: str, host: str) -> None:
+    """Has HOST take the place of a machine that is GONE, in a run of `gradstream launch --hosts`.
+
+    RUN is the local folder of the run. HOST may be a new machine, or the same one anew. The others train on
+    meanwhile; job, data and token come from the first machine.
+
+    \b
+    Examples:
+      gradstream replace runs/mine c i
+      gradstream replace runs/mine b b
+    """
+    from gradstream.cli.hosts import fleet_of, replace_on
+
+    replace_on(fleet_of(run), run, gone, host)
