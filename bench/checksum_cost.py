@@ -40,9 +40,8 @@ from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
-from gradstream.wire.checksum import checksum
-from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, Placement
+from gradstream.wire.window import checksum
 from records import RESULTS, command_line, origin
 
 SECRET = b"the same for all nodes of a bench"

@@ -36,7 +36,7 @@ from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.tokens import token_layers
-from gradstream.wire.parts import member_name
+from gradstream.wire.chunks import member_name
 from records import RESULTS, ROOT, command_line, now
 
 RESULT = RESULTS / "exactly-once.json"

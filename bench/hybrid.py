@@ -36,7 +36,7 @@ from gradstream.pipeline.executor import TensorTransfer
 from gradstream.pipeline.hybrid import HYBRIDS, make_turns, run_turns
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.split.cut import TorchPlan
-from gradstream.split.hybrid import EVERYWHERE, plan_hybrid
+from gradstream.split.hybrid_model import EVERYWHERE, plan_hybrid
 from gradstream.split.trace import SAMPLES
 from records import RESULTS, command_line, origin
 

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.factory import form_group
-from gradstream.collectives.group import GroupMembers
+from gradstream.collectives.group import Buckets, GroupMembers
 from gradstream.memory import Memory
 from gradstream.optim import LAMB, LARS, SGD, AdamW, Optimizer
 from gradstream.optim.groups import GroupedRule, add_up

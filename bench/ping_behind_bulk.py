@@ -30,8 +30,7 @@ from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
-from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import ChunkMap, Placement
 from records import command_line, origin
 
 ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02

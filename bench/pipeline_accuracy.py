@@ -28,9 +28,8 @@ from torch.nn import functional
 import gradstream as gs
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.pipeline.executor import Stages, run_schedule
-from gradstream.pipeline.schedule import Schedule, depths, in_flight, make_schedule
+from gradstream.pipeline.schedule import Schedule, depths, in_flight, make_schedule, weight_versions
 from gradstream.pipeline.stash import StashedStages
-from gradstream.pipeline.versions import weight_versions
 from gradstream.split.plan import SplitPlan
 from pipeline_layers import LayerStages, LocalChannel, chain_of_layers, initial_weights
 from records import RESULTS, ROOT, command_line, now

@@ -29,7 +29,7 @@ from typing import Any
 import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.run.ray.engine import RayEngine
-from gradstream.testing.process_tree import process_tree
+from gradstream.testing.process_faults import process_tree
 from records import RESULTS, ROOT, command_line, origin
 
 JOB = ROOT / "examples" / "caltech101.py"

@@ -40,8 +40,7 @@ from gradstream.memory import Vector
 from gradstream.optim import SGD
 from gradstream.run.local.environment import node_environment
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.runtime.process_metrics import own_bytes
-from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.real import RealRuntime, own_bytes
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.shard.config import ShardConfig
@@ -51,8 +50,7 @@ from gradstream.strategies.ssp import Clocked
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
-from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, Placement, shared_chunk_elems
 from records import RESULTS, command_line, origin
 
 SECRET = b"the same for all nodes of a bench"

@@ -38,7 +38,7 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
-from gradstream.testing.stopping import Stopper
+from gradstream.testing.process_faults import Stopper
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "bench" / "results" / "silence.json"

@@ -31,7 +31,7 @@ from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.telemetry.events import EventDict
-from gradstream.testing.quota import CpuQuota, no_quota
+from gradstream.testing.machines import CpuQuota, no_quota
 from gradstream.testing.runs import busy
 from records import RESULTS, command_line, origin
 

@@ -59,9 +59,8 @@ from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.fault_kinds import Flaw
 from gradstream.testing.faults import Corrupt, Cut, Duplicate, Lose, Reorder, SlowLink
-from gradstream.testing.proxied_node import ProxiedCluster
-from gradstream.testing.proxy import LinkFault, LinkProxy
-from gradstream.testing.quota import CpuQuota, no_quota
+from gradstream.testing.machines import CpuQuota, no_quota
+from gradstream.testing.proxy import LinkFault, LinkProxy, ProxiedCluster
 from gradstream.testing.tokens import TokenAudit, Tokens, numbered
 from records import RESULTS, ROOT, command_line, now
 

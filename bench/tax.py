@@ -57,7 +57,7 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they 
     "finite": {
         "gradstream.worker.gradient:usable": True,
         "gradstream.server.shard.inspection:length": 1.0,
-        "gradstream.server.shard.headroom:Headroom.updated": None,
+        "gradstream.server.shard.store:Headroom.updated": None,
         "gradstream.worker.replica.updater:check_updated": None,
         "gradstream.worker.replica.group_peers:finite": True,
     },

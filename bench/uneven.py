@@ -37,7 +37,7 @@ from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.telemetry.events import EventDict
-from gradstream.testing.quota import CpuQuota, no_quota
+from gradstream.testing.machines import CpuQuota, no_quota
 from gradstream.testing.runs import Sized, busy
 from gradstream.testing.tokens import numbered
 from records import RESULTS, command_line, origin

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import gradstream as gs
 from gradstream.report import figures, lanes
-from gradstream.report.timeline import lanes_of
-from gradstream.report.units import time_text
+from gradstream.report.charts import time_text
+from gradstream.report.lanes import lanes_of
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import least_squares

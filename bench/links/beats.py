@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 import gradstream as gs
-from gradstream.coordinator.client.lifeline import Lifeline
+from gradstream.coordinator.client.presence import Lifeline
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.wire import v1
 

@@ -29,17 +29,16 @@ from gradstream.errors import (
     exit_code,
 )
 from gradstream.run.launcher_lock import FILE, LauncherRecord, launcher_lock
-from gradstream.run.local.door import DOOR
-from gradstream.run.local.link import ForkserverLink, python_environment, there
-from gradstream.run.local.node_log import log_stream
-from gradstream.run.local.signals import StopSignals
+from gradstream.run.local.environment import StopSignals
+from gradstream.run.local.forkserver import log_stream
+from gradstream.run.local.link import DOOR, ForkserverLink, python_environment, there
 from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
     from gradstream.run.local import LocalCluster
     from gradstream.run.plan import RunPlan
-    from gradstream.transport.credentials import Credentials
+    from gradstream.transport.proof import Credentials
 
 READY = b"ready\n"
 """What a launcher writes to its standard output once the run has one."""
@@ -150,8 +149,7 @@ def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSig
         with signals.held():  # else a second one would leave nodes behind
             # torch is imported from here on.
             from gradstream._launch import run_nodes
-            from gradstream.run.failures import failed_event
-            from gradstream.run.final_evaluation import evaluate
+            from gradstream.run.failures import evaluate, failed_event
             from gradstream.run.followed_events import FollowedEvents
             from gradstream.run.preparation import Detached, LaunchOptions
 
@@ -181,9 +179,8 @@ def _nodes(
     from gradstream.run.local import LocalCluster
     from gradstream.run.local.environment import node_environment
     from gradstream.run.local.link import ForkserverLink
-    from gradstream.run.reopen import spec_of_run
-    from gradstream.transport.credentials import Credentials
-    from gradstream.transport.proof import new_secret
+    from gradstream.run.result import spec_of_run
+    from gradstream.transport.proof import Credentials, new_secret
 
     with suppress(OSError, ValueError):  # its job may do without
         os.chdir(record.folder)

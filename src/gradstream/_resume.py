@@ -12,7 +12,7 @@ from typing import Literal, TypedDict, Unpack
 from gradstream._train import check_detached, launch
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.data.alike import NUMBER, checks_of, differences
-from gradstream.data.lock import machine_lock
+from gradstream.data.download import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.job.code import COPY, changed, kept_code, users_code
 from gradstream.job.job import Job, Pipeline, is_script, spread_out
@@ -20,21 +20,19 @@ from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
-from gradstream.report.display import shown
-from gradstream.run.begins_anew import begins_anew
-from gradstream.run.changes import changes
+from gradstream.report.progress_line import shown
+from gradstream.run.begins_anew import begins_anew, changes
 from gradstream.run.files import read_record
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import holder_of
-from gradstream.run.local.door import DOOR, has_reader
+from gradstream.run.local.link import DOOR, has_reader
 from gradstream.run.node import LOCK, LOCK_S
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import check_model
 from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
 from gradstream.run.remote.listening import Listening
-from gradstream.run.reopen import described, job_of_run
-from gradstream.run.result import FINAL_MODEL, Run
+from gradstream.run.result import FINAL_MODEL, Run, described, job_of_run
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.event_lines import EventLines

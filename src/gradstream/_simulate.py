@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 from gradstream.checkpoint import Resume, to_resume
-from gradstream.checkpoint.model_file import load
-from gradstream.coordinator.client.lifeline import EvictedError
+from gradstream.checkpoint.format import load
 from gradstream.coordinator.client.member import RunAbortedError
+from gradstream.coordinator.client.presence import EvictedError
 from gradstream.errors import (
     ClosedError,
     ConfigError,

@@ -23,7 +23,7 @@ from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, sprea
 from gradstream.job.phase_jobs import measured_first
 from gradstream.job.sources import STARTED_IN
 from gradstream.job.validation import check_script
-from gradstream.report.display import shown
+from gradstream.report.progress_line import shown
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
 from gradstream.run.local import LocalCluster

@@ -14,14 +14,12 @@ from typing import Any
 
 from gradstream._detached import start_launcher
 from gradstream.errors import ConfigError, DeadlineError, PeerLostError
-from gradstream.report.display import shown
-from gradstream.run.ending import Ending
-from gradstream.run.followed_events import FollowedEvents, OnEvent
+from gradstream.report.progress_line import shown
+from gradstream.run.followed_events import Ending, FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
-from gradstream.run.local.door import DOOR, has_reader
-from gradstream.run.reopen import described
-from gradstream.run.reshards import ask
-from gradstream.run.result import Run
+from gradstream.run.local.link import DOOR, has_reader
+from gradstream.run.losses import ask
+from gradstream.run.result import Run, described
 from gradstream.untrusted import say
 
 __all__ = ["attach", "reshard", "stop"]

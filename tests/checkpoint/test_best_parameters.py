@@ -13,9 +13,9 @@ import torch
 
 import gradstream as gs
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
+from gradstream.checkpoint.format import load_file
 from gradstream.checkpoint.manifest import Evaluated
-from gradstream.checkpoint.model_file import load_file
-from gradstream.run.reopen import kept_parameters
+from gradstream.run.result import kept_parameters
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import least_squares
 from gradstream.worker.evaluation import Evaluation

@@ -32,11 +32,10 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.optim import SGD, Adagrad, Adam
-from gradstream.report.display import Display
+from gradstream.report.progress_line import Display
 from gradstream.report.summary import summary_of
-from gradstream.run.final_evaluation import evaluate
-from gradstream.run.listing import list_runs
-from gradstream.run.result import Run
+from gradstream.run.failures import evaluate
+from gradstream.run.result import Run, list_runs
 from gradstream.runtime.simulation import LogNormal, SimulationConfig
 from gradstream.untrusted import say
 from gradstream.worker.evaluation import Evaluation

@@ -16,9 +16,8 @@ from gradstream.cli.demo_faults import broken_promises, run_with_faults, table_o
 from gradstream.cli.demo_job import BATCH_SIZE, COUNTERS, IMAGES
 from gradstream.cli.kills import EACH, KillSchedule
 from gradstream.job.files import load_job
-from gradstream.report.charts import WIDTH
-from gradstream.report.deaths import deaths_of
-from gradstream.report.picture import legend
+from gradstream.report.charts import WIDTH, legend
+from gradstream.report.story import deaths_of
 
 
 def test_the_loss_of_the_demo_falls() -> None:

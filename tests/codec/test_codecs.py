@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream.codec.base import Codec
-from gradstream.codec.bits import pack, packed_bytes, unpack
+from gradstream.codec.base import Codec, pack, packed_bytes, unpack
 from gradstream.codec.sparse import SAMPLE, largest
 from gradstream.errors import ConfigError, DataError
 

@@ -18,7 +18,7 @@ from gradstream.job.overrides import overrides, with_overrides
 from gradstream.memory import Span, Vector
 from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.fetch import Arrival
 from gradstream.server.shard.fetch_handler import FetchHandler
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered

@@ -21,7 +21,7 @@ from gradstream.job.registry import CODECS, find_codec
 from gradstream.job.settings.layers import apply
 from gradstream.job.settings.sources import Setting
 from gradstream.run.planning import plan_run
-from gradstream.server.client.coded_push import PushCodec
+from gradstream.server.client.push import PushCodec
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from whole_runs import same

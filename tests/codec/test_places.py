@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 import gradstream as gs
-from gradstream.codec.places import Places
+from gradstream.codec.chunked import Places
 from gradstream.errors import DataError
 
 CASES = [

@@ -17,12 +17,11 @@ import torch
 
 from gradstream.collectives import socket_driver
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
+from gradstream.collectives.communicator import DataSocket, GroupDataSockets
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.message_group import HierarchicalGroup, MessageGroup
-from gradstream.collectives.plan import DependencyPlan, Operation, PlanProgress
-from gradstream.collectives.schedule import Recv, Schedule, Send
+from gradstream.collectives.schedule import DependencyPlan, Operation, PlanProgress, Recv, Schedule, Send
 from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
 from gradstream.memory import Vector

@@ -14,15 +14,27 @@ import pytest
 import torch
 
 from gradstream.collectives.group import Group, slice_of
-from gradstream.collectives.shm import barrier, operations, weighted_sum
-from gradstream.collectives.shm.control_block import ARRIVED, ASLEEP, CORE, DTYPES, SLOT_BYTES, available
+from gradstream.collectives.shm import barrier, operations
 from gradstream.collectives.shm.core import SharedCore
 from gradstream.collectives.shm.group import SharedGroup
 from gradstream.collectives.shm.native import COUNT, PATIENT, native
-from gradstream.collectives.shm.operations import BRIEF_BYTES
-from gradstream.collectives.shm.rendezvous import RendezvousMembers
+from gradstream.collectives.shm.operations import (
+    BLOCK_ELEMS,
+    BRIEF_BYTES,
+    PAST_CACHE_BYTES,
+    WeightedSum,
+    plain_sum,
+)
+from gradstream.collectives.shm.rendezvous import (
+    ARRIVED,
+    ASLEEP,
+    CORE,
+    DTYPES,
+    SLOT_BYTES,
+    RendezvousMembers,
+    available,
+)
 from gradstream.collectives.shm.steps import finish
-from gradstream.collectives.shm.weighted_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, WeightedSum, plain_sum
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime import RealRuntime
@@ -32,7 +44,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory
 SMALL = 1000
 LARGE = SLOT_BYTES // 4 + 1000  # float32 elements; neither a multiple of 64 nor of the number of ranks
 
-USERS_OF_MACHINE_CODE = (barrier, operations, weighted_sum)
+USERS_OF_MACHINE_CODE = (barrier, operations, operations)
 
 Body = Callable[[SharedCore], Any]
 Ranks = Callable[..., list[Any]]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from doomed_ranks import VICTIM, Message, check_survivor, forked, survivors, whole
-from gradstream.collectives.shm.control_block import available
+from gradstream.collectives.shm.rendezvous import available
 from gradstream.run.local import LocalCluster
 
 pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory, or not x86-64")
@@ -22,7 +22,7 @@ from gradstream.collectives.shm.core import SharedCore
 from gradstream.collectives.shm.native import LOOKS, LOOKS_NS
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.shm.steps import finish
-from gradstream.collectives.shm.weighted_sum import WeightedSum
+from gradstream.collectives.shm.operations import WeightedSum
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
 

@@ -13,14 +13,12 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.coordinator.durable.keeper import missing_lines
-from gradstream.coordinator.durable.state import KeptState
+from gradstream.coordinator.durable.state import KeptState, StateError, decode, encode
 from gradstream.coordinator.durable.store import STORE, StateStore, SupersededError
-from gradstream.coordinator.durable.values import StateError, decode, encode
 from gradstream.coordinator.membership import Membership
-from gradstream.data.hands import Hands
+from gradstream.data.hands import AssignableBatches, Hands, Receipts
 from gradstream.data.ledger import Ledger
 from gradstream.data.queue_plan import QueuePlan
-from gradstream.data.receipts import AssignableBatches, Receipts
 from gradstream.data.shares import WorkerSpeed
 from gradstream.run.nodes import _membership, _started
 from gradstream.run.simulated import SimulatedCluster

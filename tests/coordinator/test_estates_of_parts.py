@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from gradstream.coordinator.estates import Estates
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.receipts import receipt_of
+from gradstream.coordinator.progress import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
 from gradstream.telemetry.events import SettledEvent
 from gradstream.wire import v1
-from gradstream.wire.parts import replica_of
+from gradstream.wire.chunks import replica_of
 
 WORKERS, PARTS = 3, 2
 LOST = {"worker-1": 11, "part1-1": 12}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradstream.coordinator.left_out import LeftOut
+from gradstream.coordinator.admission import LeftOut
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan

@@ -13,8 +13,8 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream._version import __version__
 from gradstream.coordinator.assignment_replies import BatchDistribution
-from gradstream.coordinator.instructions import Emit
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.nodes import Emit
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.stopping import FEWEST, StoppingCriterion, Until
 from gradstream.data.ledger import Ledger

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gradstream.coordinator.client.lifeline import MAX_TRIES, EvictedError, Lifeline
+from gradstream.coordinator.client.presence import MAX_TRIES, EvictedError, Lifeline
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime import SimulationConfig, VirtualCluster
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.transport.limits import LIMITS
+from gradstream.transport.methods import LIMITS
 
 DEADLINES = Deadlines(lease_s=8)
 

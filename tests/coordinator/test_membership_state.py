@@ -7,10 +7,10 @@ import pytest
 from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
-from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.nodes import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.phases import LossTolerance
-from gradstream.coordinator.receipts import receipt_of
+from gradstream.coordinator.progress import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan

@@ -10,11 +10,10 @@ import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator import Member
-from gradstream.coordinator.assignment_replies import BatchDistribution
-from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.instructions import Emit, Refuse
+from gradstream.coordinator.assignment_replies import BatchDistribution, ShareBalance
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.message_checks import MessageChecks
+from gradstream.coordinator.nodes import Emit, Refuse
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.ledger import Ledger

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.balance import ShareBalance
+from gradstream.coordinator.assignment_replies import ShareBalance
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import feed_of, plan_of
 from gradstream.data.joined import JoinedPlan
@@ -24,13 +24,13 @@ from gradstream.errors import ConfigError, InternalError
 from gradstream.report.figures import figures_of
 from gradstream.report.page import PageSource, page
 from gradstream.report.reason import reason_of
-from gradstream.report.uneven import shares_table
+from gradstream.report.staleness import shares_table
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, LogNormal, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.telemetry.events import EventDict
 from gradstream.testing.runs import least_squares
-from gradstream.worker.balance import ShareReporter
+from gradstream.worker.schedule import ShareReporter
 
 GRID = 2.0**-10
 

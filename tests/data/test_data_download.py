@@ -29,17 +29,16 @@ import pytest
 from PIL import Image
 
 from gradstream.data import caltech101
-from gradstream.data.archive import extract_file
 from gradstream.data.download import (
     DownloadPart,
     RemoteFile,
     _SafeRedirects,
     body_begins_at,
     download,
+    machine_lock,
     range_headers,
 )
-from gradstream.data.lock import machine_lock
-from gradstream.data.sources import DataSource, Packed, fetch, stored_at
+from gradstream.data.sources import DataSource, Packed, extract_file, fetch, stored_at
 from gradstream.errors import DataError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
@@ -396,7 +395,7 @@ def test_a_waiting_process_reports_the_holder_of_the_lock(tmp_path: Path) -> Non
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from gradstream.data.lock import machine_lock\n"
+        "import sys, time; from pathlib import Path; from gradstream.data.download import machine_lock\n"
         "with machine_lock(Path(sys.argv[1]), doing='nothing', wait_s=0): print('held', flush=True); "
         "sys.stdin.read()"
     )

@@ -27,7 +27,7 @@ import gradstream as gs
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.base import Dataset as AnyData
 from gradstream.data.feed import feed_of, plan_of
-from gradstream.data.randomness import Generators, seeded, seeded_iterator
+from gradstream.data.isolation import Generators, seeded, seeded_iterator
 from gradstream.errors import ConfigError, DataError, UserCodeError
 
 

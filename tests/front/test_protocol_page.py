@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from gradstream.transport.limits import LIMITS
-from gradstream.transport.methods import METHODS
+from gradstream.transport.methods import LIMITS, METHODS
 from gradstream.wire import v1
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.errors import ConfigError
-from gradstream.job.code import COPY, JOB_FILE, changed, keep, kept_code, run_kept, users_code
-from gradstream.job.places import load_module
+from gradstream.job.code import COPY, JOB_FILE, changed, keep, kept_code, load_module, run_kept, users_code
 from gradstream.job.sources import imported_by, sources_of
 
 FILES = {

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import gradstream as gs
 from gradstream.cli.group import main
-from gradstream.run.reopen import job_of_run, spec_of_run
+from gradstream.run.result import job_of_run, spec_of_run
 from small_loops import SETUP
 
 SCRIPT = """

@@ -15,7 +15,7 @@ from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Manifest, Resume, seal_of
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
-from gradstream.job.optimizer_text import optimizer_of_text
+from gradstream.job.overrides import optimizer_of_text
 from gradstream.job.settings import apply, from_texts, from_toml
 from gradstream.recording.entries import decode
 from gradstream.recording.log import read_log
@@ -24,9 +24,9 @@ from gradstream.run.node_spec import NodeSpec
 from gradstream.run.remote.address import Address
 from gradstream.runtime.storage import DiskStorage
 from gradstream.sparse.data import from_csr
-from gradstream.sparse.svmlight import from_svmlight
+from gradstream.sparse.random_data import from_svmlight
 from gradstream.telemetry.event_lines import parse_event
-from gradstream.transport.addresses import host_and_port
+from gradstream.transport.offers import host_and_port
 
 MANIFEST: dict[str, Any] = {
     "format": 2, "step": 1, "rounds": 1, "steps": {"worker-0": 1}, "versions": [1], "model": {"elems": 1},

@@ -17,8 +17,8 @@ import gradstream as gs
 from gradstream.cli import main
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.descriptions import describe
-from gradstream.job.plugins import GROUPS
 from gradstream.job.registry import (
+    GROUPS,
     OPTIMIZERS,
     STRATEGIES,
     class_of,
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import gradstream as gs
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 
 
 @dataclass(frozen=True)

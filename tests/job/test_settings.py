@@ -17,8 +17,8 @@ from gradstream.job.job import Job
 from gradstream.job.settings import Setting, Word, apply, from_environment, from_texts, from_toml
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.job.settings.values import MisfitError, fit
-from gradstream.run.effective_settings import to_toml
 from gradstream.run.planning import plan_run
+from gradstream.run.records import to_toml
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
 DATA = gs.from_arrays(np.zeros((8, 1)), np.zeros((8, 1)))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gradstream.machine.control_group import MemoryKills, limit_bytes, own_groups
-from gradstream.machine.resources import free_memory_bytes
+from gradstream.machine.resources import MemoryKills, free_memory_bytes, limit_bytes, own_groups
 from gradstream.run.failures import EndedNodes, how_ended
 
 

@@ -18,15 +18,14 @@ from gradstream.cli.options import load_job_with
 from gradstream.errors import ConfigError, GradientError, UserCodeError
 from gradstream.job.job import Job, build_model
 from gradstream.job.validation import check_script
-from gradstream.model import Batch, TorchModel, from_torch, staging
+from gradstream.model import Batch, TorchModel, device_model, from_torch
 from gradstream.model import devices as devices_file
-from gradstream.model.device_model import DeviceModel, on_device
+from gradstream.model.device_model import DeviceModel, Landing, on_device
 from gradstream.model.devices import Copied, Streams, device_of, streams_of
 from gradstream.model.rows import RowGradient
-from gradstream.model.staging import Landing
 from gradstream.run.planning import plan_run
 from gradstream.run.records import write_spec
-from gradstream.run.reopen import described, reopen
+from gradstream.run.result import described, reopen
 from gradstream.runtime.base import Report
 from late_streams import LateStreams
 
@@ -36,7 +35,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no CU
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor is copied by itself."""
-    monkeypatch.setattr(staging, "COPY_ELEMS", 1)
+    monkeypatch.setattr(device_model, "COPY_ELEMS", 1)
 
 
 class Net(nn.Module):
@@ -139,7 +138,7 @@ def test_a_gradient_leaves_while_backprop_goes_on(batch: Batch) -> None:
 
 
 def test_small_tensors_leave_together(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "COPY_ELEMS", 100)
+    monkeypatch.setattr(device_model, "COPY_ELEMS", 100)
     streams = LateStreams()
     model = staged(net(), lambda: streams)
     assert torch.equal(differentiate(model, batch)[1], differentiate(net(), batch)[1])

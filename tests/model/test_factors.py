@@ -13,7 +13,7 @@ from torch import nn
 import gradstream as gs
 from gradstream.errors import ConfigError, GradientError
 from gradstream.model import built_module
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.model.factors import FactoredLayer, FactorPair, factored_layers_of
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.strategies import AllReduce

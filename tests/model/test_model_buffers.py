@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  its usual name
 
-from gradstream.checkpoint.model_file import load, save
+from gradstream.checkpoint.format import load, save
 from gradstream.errors import ConfigError
 from gradstream.model import Batch, TorchModel, average_buffers, from_torch
-from gradstream.model.arrays import arrays_of, same_bits, set_tensor
-from gradstream.model.buffers import buffers_of, load_buffers
+from gradstream.model.buffers import arrays_of, buffers_of, load_buffers, same_bits, set_tensor
 
 
 class Net(nn.Module):

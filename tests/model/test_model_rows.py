@@ -11,8 +11,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.errors import ConfigError, GradientError
-from gradstream.model.base import Model
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Model
 from gradstream.model.rows import RowGradient, merged
 from gradstream.worker.gradient import Clip
 

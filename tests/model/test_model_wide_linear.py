@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradstream.model.backprop import Backprop
 from gradstream.model.base import Layout
-from gradstream.model.wide_linear import WideLinear
+from gradstream.model.built_module import WideLinear
 
 Forward = Callable[[list[nn.Parameter], torch.Tensor], torch.Tensor]
 

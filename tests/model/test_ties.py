@@ -12,7 +12,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.errors import ConfigError
-from gradstream.model.ties import shared
+from gradstream.model.built_module import shared
 
 
 class Two(nn.Module):

@@ -16,8 +16,8 @@ from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError
+from gradstream.job.code import find_function, load_module, place_of
 from gradstream.job.descriptions import describe
-from gradstream.job.places import find_function, load_module, place_of
 from gradstream.job.registry import find_optimizer
 from gradstream.optim.schedules import Position, Rate, nominal_rate, rate_at
 from gradstream.strategies import Strategy

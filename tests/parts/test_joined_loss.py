@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
 from gradstream.errors import ConfigError, GradientError
-from gradstream.split import joined_loss
-from gradstream.split.joined_loss import JoinedLoss
+from gradstream.split import stage_model
+from gradstream.split.stage_model import JoinedLoss
 from split_jobs import CLASSES, FEATURES, difference, net, run
 
 PIPELINES: dict[str, Any] = {"split": 2, "micro_batches": 3, "workers": 1}
@@ -104,7 +104,7 @@ def test_a_loss_that_draws_is_not_compared_and_a_mean_near_0_is_compared_with_it
 
 
 def test_few_minibatches_are_looked_at_and_the_first_ones_are() -> None:
-    assert [step for step in range(40) if joined_loss.is_due(step)] == [0, 1, 2, 4, 8, 16, 32]
+    assert [step for step in range(40) if stage_model.is_due(step)] == [0, 1, 2, 4, 8, 16, 32]
 
 
 def test_the_size_of_the_loader_counts() -> None:

@@ -15,8 +15,7 @@ from gradstream.codec.casts import DTYPES, Cast
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.run.result import Run
 from gradstream.split.plan import DATA, Value
-from gradstream.worker.parts.channel import VALUES, PartChannel
-from gradstream.worker.parts.value_forms import as_sent, is_encodable
+from gradstream.worker.parts.channel import VALUES, PartChannel, as_sent, is_encodable
 from split_jobs import net, run
 
 

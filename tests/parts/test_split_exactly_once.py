@@ -28,10 +28,10 @@ from gradstream.server.client.push import PendingPushRequest
 from gradstream.testing import TokenAudit, numbered
 from gradstream.testing.runs import QUICK
 from gradstream.testing.tokens import token_layers
-from gradstream.wire.parts import member_name, part_of, replica_of
+from gradstream.wire.chunks import member_name, part_of, replica_of
 from gradstream.worker.computed import SampleBatch
 from gradstream.worker.parts.decoupled import DecoupledGradients
-from gradstream.worker.parts.redone import RedoneGradients
+from gradstream.worker.parts.sources import RedoneGradients
 
 SAMPLES, EPOCHS = 36, 2
 SEEDS = range(int(os.environ["ONCE_SEEDS"])) if "ONCE_SEEDS" in os.environ else (4, 10, 11)

@@ -12,7 +12,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.errors import NonFiniteError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.split.cut import plan_split
 from gradstream.split.graph import minibatch_values
 from gradstream.split.part_model import PartModel

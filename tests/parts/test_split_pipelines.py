@@ -15,8 +15,13 @@ import gradstream as gs
 from gradstream.errors import ConfigError, NonFiniteError
 from gradstream.model import Batch
 from gradstream.optim import SGD
-from gradstream.pipeline.schedule import StagePass, make_schedule
-from gradstream.pipeline.versions import version_read, versions_held, weight_versions
+from gradstream.pipeline.schedule import (
+    StagePass,
+    make_schedule,
+    version_read,
+    versions_held,
+    weight_versions,
+)
 from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.split.graph import Piece

@@ -21,7 +21,7 @@ from gradstream.errors import ConfigError
 from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK
-from gradstream.worker.parts.value_forms import as_it_was, as_sent
+from gradstream.worker.parts.channel import as_it_was, as_sent
 from split_jobs import CLASSES, FEATURES, data, difference, net, run
 
 ROUNDS: Mapping[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model import Batch, TorchModel, from_torch
 from gradstream.pipeline.hybrid import HYBRIDS, Hybrid, make_turns
 from gradstream.split import divide as divide_file
-from gradstream.split.hybrid import plan_hybrid
+from gradstream.split.hybrid_model import plan_hybrid
 from hybrid_parts import HybridParts, PartStages
 from split_stages import batch_of, whole_gradient, whole_parameters
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradstream.report import display
-from gradstream.report.display import Display
-from gradstream.report.progress_line import ProgressLine
+from gradstream.report import progress_line
+from gradstream.report.progress_line import Display, ProgressLine
 
 STARTED = {"event": "started", "node": "coordinator", "time_s": 0.0, "workers": 2, "strategy": "downpour"}
 STARTED |= {"total_steps": 40}
@@ -180,7 +179,7 @@ def said(
 ) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stderr", stderr)
-        with display.shown(on_event, progress) as each:
+        with progress_line.shown(on_event, progress) as each:
             if each is None:
                 return ""
             for event in (STARTED, *[step(0, float(n)) for n in range(1, 10)], left("worker-1", lost=True)):
@@ -199,7 +198,7 @@ def test_progress_is_shown_where_somebody_looks_on_and_nowhere_else() -> None:
 
 def test_a_notebook_has_one_line_that_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", Kernel())
-    monkeypatch.setattr(display, "NOTEBOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_line, "NOTEBOOK_EVERY_S", 0.0)
     text = said(io.StringIO())
     assert "\x1b" not in text and "<" not in text
     lines = text.splitlines()  # \r ends one as well

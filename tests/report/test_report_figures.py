@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from gradstream.report import curves
-from gradstream.report.charts import Curve, histogram, line_chart, ticks
+from gradstream.report.charts import Curve, count_text, histogram, line_chart, size_text, ticks, time_text
 from gradstream.report.figures import cost_of, figures_of
-from gradstream.report.timeline import REST, lanes_of, pieces
-from gradstream.report.units import count_text, size_text, time_text
+from gradstream.report.lanes import REST, lanes_of, pieces
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
-from gradstream.run.listing import list_runs
-from gradstream.run.local.door import DOOR, make_pipe, open_reader
+from gradstream.run.local.link import DOOR, make_pipe, open_reader
+from gradstream.run.result import list_runs
 
 Event = dict[str, Any]
 

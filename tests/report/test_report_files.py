@@ -14,12 +14,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.report.trace import trace_json
+from gradstream.report.timeline import trace_json
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import least_squares
-from gradstream.trackers.tensorboard import Scalars, TensorBoard, write_run
-from gradstream.trackers.tfevents import EventFile, Scalar, crc32c
+from gradstream.trackers.tensorboard import EventFile, Scalar, Scalars, TensorBoard, crc32c, write_run
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.codec import named
-from gradstream.coordinator.links import COMPRESSIONS, Compression, Links
-from gradstream.report.links import links_of
+from gradstream.coordinator.link_choice import COMPRESSIONS, Compression, Links
+from gradstream.report.summary import links_of
 
 MB = Links(
     workers=4, elems=10_000_000, alpha_s=1e-3, beta_s_byte=8e-8, compute_s=0.1, wait_s=2.3

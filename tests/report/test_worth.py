@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradstream.report.worth import LEAST_STEPS, LOOK_S, Worth
+from gradstream.report.straggler import LEAST_STEPS, LOOK_S, Worth
 
 
 def events(

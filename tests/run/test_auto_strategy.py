@@ -19,13 +19,12 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 import gradstream as gs
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator.durable.store import StateStore
-from gradstream.coordinator.link_choice import Chosen, LinkChoice
-from gradstream.coordinator.links import Links
+from gradstream.coordinator.link_choice import Chosen, LinkChoice, Links
 from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.phase_jobs import job_of_phase, measured_first
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.session.job import job as script_job
+from gradstream.session.node import job as script_job
 from gradstream.testing.machines import Machines, unavailable
 from machine_command import Command
 from whole_runs import same

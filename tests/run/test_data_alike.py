@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import gradstream as gs
-from gradstream.data import alike, checksum
+from gradstream.data import alike, arrays
 from gradstream.data.alike import RANDOM, checks_of, differences
-from gradstream.data.checksum import quick_checks
+from gradstream.data.arrays import quick_checks
 from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
 from gradstream.run.remote.facts import difference
@@ -60,7 +60,7 @@ def test_what_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quick_checks({"a": np.asfortranarray(one)}) == checks
     data: Any = gs.from_arrays({"x": one}, one[:, 0])
     assert list(data.quick_checks) == ["inputs['x']", "targets", "test_inputs['x']", "test_targets"]
-    monkeypatch.setattr(checksum, "QUICK_BYTES", 4000)
+    monkeypatch.setattr(arrays, "QUICK_BYTES", 4000)
     changed = one.copy()
     changed[-1] = 0
     assert quick_checks({"a": changed}) != quick_checks({"a": one})

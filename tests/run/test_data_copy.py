@@ -17,9 +17,9 @@ from typing import IO
 import pytest
 
 from gradstream.errors import ConfigError, DataError, PeerLostError, RefusedError
-from gradstream.run.ssh import data_copy, file_server
-from gradstream.run.ssh.data_copy import DiskFullError, main, receive, use
-from gradstream.run.ssh.file_list import FileList, files_in
+from gradstream.run.ssh import data_delivery, file_server
+from gradstream.run.ssh.archives import FileList, files_in
+from gradstream.run.ssh.data_delivery import DiskFullError, main, receive, use
 from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -111,7 +111,7 @@ def test_a_full_disk_is_told_before_and_while_it_is_filled(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_copy, "unpacked", full)
+        patch.setattr(data_delivery, "unpacked", full)
         with pytest.raises(
             DiskFullError, match=r"No space left on device; make room, or take another --folder"
         ):
@@ -129,7 +129,7 @@ def test_data_that_is_there_is_used_where_it_is(
     with pytest.raises(DataError, match="there is no folder"):
         use(here / "nothing")
     (folder / "new").write_text("")
-    assert main(["there", str(folder)]) == data_copy.ELSEWHERE
+    assert main(["there", str(folder)]) == data_delivery.ELSEWHERE
     assert "new is not expected" in capsys.readouterr().err
     (folder / "new").unlink()
     assert main(["there", str(folder)]) == 0
@@ -214,5 +214,5 @@ def test_a_file_that_is_none_is_refused_and_nobody_waits(
         (here / name).mkdir()
     shutil.copytree(folder, here / "data", ignore_dangling_symlinks=True, ignore=lambda *_: ["above"])
     words = ["serve", "0"] if name == "token" else ["there", str(folder)]
-    assert main(words) == data_copy.ELSEWHERE
+    assert main(words) == data_delivery.ELSEWHERE
     assert "regular file" in capsys.readouterr().err

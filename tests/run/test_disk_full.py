@@ -23,7 +23,7 @@ from gradstream.errors import DiskError
 from gradstream.job.job import build_model, make_job
 from gradstream.recording import read_log
 from gradstream.run.followed_events import FollowedEvents
-from gradstream.run.local.node_log import log_stream
+from gradstream.run.local.forkserver import log_stream
 from gradstream.run.node import EVENTS, write_rest
 from gradstream.run.planning import plan_run
 from gradstream.run.simulated import SimulatedCluster

@@ -61,7 +61,7 @@ import json, re, signal, sys, os
 from pathlib import Path
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.run.final_evaluation import evaluate
+from gradstream.run.failures import evaluate
 
 struck = []
 

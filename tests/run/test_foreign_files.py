@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gradstream._train import _new_run_dir
+from gradstream.checkpoint.format import load_file
 from gradstream.checkpoint.manifest import Manifest, seal_of
-from gradstream.checkpoint.model_file import load_file
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job

@@ -18,7 +18,7 @@ import pytest
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.errors import ConfigError, DataError
 from gradstream.run.launcher_lock import FILE, LauncherRecord, holder_of, launcher_lock, signal_launcher
-from gradstream.run.local.door import DOOR, has_reader, make_pipe, open_reader, open_writer
+from gradstream.run.local.link import DOOR, has_reader, make_pipe, open_reader, open_writer
 
 HOLDER = """
 import signal, subprocess, sys

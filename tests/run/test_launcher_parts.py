@@ -11,8 +11,8 @@ import pytest
 
 from gradstream.run import followed_events
 from gradstream.run.followed_events import FollowedEvents
+from gradstream.run.local.environment import StopSignals
 from gradstream.run.local.forkserver import MESSAGES, History
-from gradstream.run.local.signals import StopSignals
 from gradstream.telemetry.events import StoppedEvent, encode
 
 

@@ -24,7 +24,7 @@ from gradstream.run.launcher_lock import LauncherRecord
 from gradstream.run.launches import Launch
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import plan_run
-from gradstream.run.reopen import job_of_run, spec_of_run
+from gradstream.run.result import job_of_run, spec_of_run
 from gradstream.run.ssh.fleet import Fleet
 
 JOB = """
@@ -212,7 +212,7 @@ CODE = {"class": "subprocess:Popen", "fields": {"args": ["touch", "TAKEN"]}}
         {"optimizer": {**CODE, "defaults": {}}},
         {"strategy": {"class": "gradstream.strategies.downpour:Downpour", "fields": {"push_every": CODE}}},
         {"optimizer": {"class": "gradstream.optim.sgd:SGD", "fields": {"lr": {"function": "os:system"}}}},
-        {"strategy": {"class": "gradstream.job.places:load_module", "fields": {}}},
+        {"strategy": {"class": "gradstream.job.code:load_module", "fields": {}}},
         {"strategy": {"class": "gradstream.strategies.nothing:Downpour", "fields": {}}},
         {"strategy": {"class": "TAKEN.py:Mine", "fields": {}}},
         {"plain": {"codec": "os:getcwd"}},

@@ -13,15 +13,14 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.offences import Offences
+from gradstream.coordinator.nodes import Offences
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError, GradientError, NonFiniteError, RefusedError
-from gradstream.model.batch import Batch
-from gradstream.model.check import finite, usable
+from gradstream.model.base import Batch, finite, usable
 from gradstream.replay import replay
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report
@@ -208,7 +207,7 @@ def test_without_servers_all_workers_leave_the_round_out(strategy: Any, how: Any
 
 
 def test_the_last_bucket_is_held_back_and_more_where_it_is_short() -> None:
-    from gradstream.collectives.buckets import Buckets
+    from gradstream.collectives.group import Buckets
 
     assert Buckets(1000, 256, 4).first_held == 768  # 232 elements: a slice of 64 at least for each of four
     assert Buckets(1088, 512, 4).first_held == 512  # 64 elements are one rank's alone
@@ -411,10 +410,10 @@ def test_three_lines_of_defence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RefusedError, match="NON_FINITE"):
         sums("downpour", Broken(once))
     monkeypatch.setattr("gradstream.server.shard.inspection.length", lambda _: 1.0)
-    monkeypatch.setattr("gradstream.server.shard.headroom.LOOK_EVERY", 2)
+    monkeypatch.setattr("gradstream.server.shard.store.LOOK_EVERY", 2)
     with pytest.raises(NonFiniteError, match="although no gradient was"):
         sums("downpour", Broken(once))
-    monkeypatch.setattr("gradstream.server.shard.headroom.Headroom.updated", lambda *_, **__: None)
+    monkeypatch.setattr("gradstream.server.shard.store.Headroom.updated", lambda *_, **__: None)
     with pytest.raises(gs.errors.GradstreamError):  # `Broken` itself finds a parameter that is not finite
         sums("downpour", Broken(once))
 

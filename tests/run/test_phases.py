@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.manifest import JobPhase
-from gradstream.coordinator import variance_test
+from gradstream.checkpoint.snapshot import Carried
+from gradstream.coordinator import early_ends
 from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.early_ends import VarianceTest
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
-from gradstream.coordinator.variance_test import VarianceTest
 from gradstream.data import Ledger
 from gradstream.errors import ConfigError, Interrupted, UnknownNameError
 from gradstream.job.job import Job
@@ -512,7 +512,7 @@ def steps_of(
 
 
 def test_the_variance_is_that_of_single_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variance_test, "MEMORY", 1 - 1e-4)
+    monkeypatch.setattr(early_ends, "MEMORY", 1 - 1e-4)
     rng, mean = np.random.default_rng(0), np.full(10, 0.5)
     test = VarianceTest(0.01, 2, 4, 4)
     for _ in range(10_000):
@@ -543,7 +543,7 @@ def test_a_step_grows_to_a_multiple_of_the_noise_scale(multiple: float) -> None:
 
 def test_a_step_never_needs_more_than_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means over minibatches of an epoch vary less than of samples that are drawn anew, and over all not at all."""
-    monkeypatch.setattr(variance_test, "MEMORY", 1 - 1e-4)
+    monkeypatch.setattr(early_ends, "MEMORY", 1 - 1e-4)
     rng = np.random.default_rng(0)
     samples = 0.5 + 3.0 * rng.standard_normal((120, 10))
     test = VarianceTest(0.1, 2, 2, 1000, population=120)

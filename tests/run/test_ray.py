@@ -23,7 +23,7 @@ from gradstream.job.files import load_job
 from gradstream.run.ray.engine import RayEngine
 from gradstream.testing import TokenAudit
 from gradstream.testing.machines import Machine, Machines, unavailable
-from gradstream.testing.process_tree import process_tree
+from gradstream.testing.process_faults import process_tree
 from slow_tokens import SAMPLES, events, job_text
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradstream[ray]'")

@@ -16,8 +16,8 @@ from gradstream.cli import main
 from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
 from gradstream.run.ray.actor import PIECE_BYTES, RayNode
+from gradstream.run.ray.driver import RunFiles, folder_of, job_files
 from gradstream.run.ray.engine import RayEngine, words_of
-from gradstream.run.ray.files import RunFiles, folder_of, job_files
 
 JOB = """
 import numpy as np

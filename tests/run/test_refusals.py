@@ -11,9 +11,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from gradstream.report.display import Display
+from gradstream.report.progress_line import Display
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.invitation import Invitation
+from gradstream.run.remote.certificate_authority import Invitation
 from gradstream.run.remote.join_service import JOB, JoinService
 from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 from gradstream.run.remote.members import MachineMembers

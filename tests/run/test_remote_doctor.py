@@ -14,14 +14,13 @@ from click.testing import CliRunner
 from gradstream.cli import main
 from gradstream.machine.doctor import DoctorResult, look_here
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.certificate_authority import CertificateAuthority
+from gradstream.run.remote.certificate_authority import CertificateAuthority, Invitation
 from gradstream.run.remote.doctor import (
     Visit,
     clock_finding,
     look_there,
     version_findings,
 )
-from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.members import MachineMembers
 

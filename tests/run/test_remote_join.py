@@ -24,20 +24,18 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 import gradstream as gs
-from gradstream.data.checksum import checksum_of
+from gradstream.data.arrays import checksum_of
 from gradstream.errors import GradstreamError, Interrupted, exit_code
 from gradstream.job.files import load_job
 from gradstream.run.remote import join as joining_module
-from gradstream.run.remote.address import Address, new_token
-from gradstream.run.remote.certificate_authority import CertificateAuthority
+from gradstream.run.remote.address import Address, files_of, new_token
+from gradstream.run.remote.certificate_authority import CertificateAuthority, Invitation
 from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.facts import difference, facts_of, file_hash
-from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join import Joining, join
 from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening, workers_each
 from gradstream.run.remote.members import REPLACED, MachineMembers, Seat
-from gradstream.run.remote.places import files_of
 from gradstream.run.remote.reach import reach
 from gradstream.wire import v1
 

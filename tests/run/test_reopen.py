@@ -17,7 +17,7 @@ from gradstream.checkpoint.manifest import FileEntry, Manifest
 from gradstream.cli import main
 from gradstream.data.progress import DataProgress
 from gradstream.job.files import load_job
-from gradstream.run.reopen import kept_parameters
+from gradstream.run.result import kept_parameters
 
 JOB = """
 import numpy as np

@@ -17,11 +17,10 @@ from safetensors.torch import load_file as torch_file
 from torch import nn
 
 import gradstream as gs
-from gradstream.checkpoint.model_file import load, load_file
+from gradstream.checkpoint.format import load, load_file
 from gradstream.data.base import Ids
 from gradstream.errors import ConfigError
-from gradstream.model.base import Layout, Reduction
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout, Reduction
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.base import Report
 

@@ -30,8 +30,7 @@ from gradstream.run.planning import plan_run
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.shard import copies
-from gradstream.server.shard.backup import ShardBackup
-from gradstream.server.shard.backup_log import BackupLog
+from gradstream.server.shard.backup import BackupLog, ShardBackup
 from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.faults import FaultPlan, Kill

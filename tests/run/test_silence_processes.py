@@ -19,7 +19,7 @@ from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
-from gradstream.testing.stopping import Stopper
+from gradstream.testing.process_faults import Stopper
 from machine_command import Command
 
 LEASE_S = 2.0

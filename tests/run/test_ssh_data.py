@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import gradstream
+from gradstream.run.ssh.archives import FileList
 from gradstream.run.ssh.data_delivery import DataDelivery
-from gradstream.run.ssh.file_list import FileList
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import HostError
 

@@ -11,7 +11,7 @@ import pytest
 
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import HostError
-from gradstream.run.ssh.inspection import inspect
+from gradstream.run.ssh.places import inspect
 
 SSH = """#!/bin/sh
 for last; do :; done

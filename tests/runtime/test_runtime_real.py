@@ -18,7 +18,7 @@ import torch
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime, Work
-from gradstream.runtime.process_metrics import queued_s
+from gradstream.runtime.real import queued_s
 
 
 @pytest.fixture

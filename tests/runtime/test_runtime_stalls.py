@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradstream.runtime import VirtualCluster
-from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.deadlines import Deadlines, Stalls, StallWatch
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.stalls import Stalls, StallWatch
 from gradstream.transport.silence import Broadcast, Silence
 
 S = 1_000_000_000

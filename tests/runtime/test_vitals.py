@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from gradstream.runtime.process_metrics import LoopLag, OwnMemory, own_bytes
+from gradstream.runtime.real import LoopLag, OwnMemory, own_bytes
 
 
 class Machine:

@@ -11,11 +11,11 @@ import torch
 
 import gradstream as gs
 from gradstream.errors import NonFiniteError
-from gradstream.model.check import length
+from gradstream.model.base import length
 from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.optim.merge import Add, Outer, Replace
-from gradstream.server.shard import headroom
-from gradstream.server.shard.headroom import Headroom
+from gradstream.server.shard import store
+from gradstream.server.shard.store import Headroom
 
 RULES = [
     gs.optim.SGD(lr=0.1),
@@ -45,7 +45,7 @@ class Chunk:
             self.looks += 1
             return length(tensor)
 
-        monkeypatch.setattr(headroom, "length", counted)
+        monkeypatch.setattr(store, "length", counted)
 
     def update(self, gradient: torch.Tensor, lr: float = 0.1, bound: float | None = None) -> None:
         self.step += 1
@@ -58,7 +58,7 @@ class Chunk:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_no_element_exceeds_its_bound(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk, seed = Chunk(rule, monkeypatch), torch.Generator().manual_seed(0)
-    for number in range(3 * headroom.LOOK_EVERY):
+    for number in range(3 * store.LOOK_EVERY):
         scale = 10.0 ** (number % 7 - 3)
         chunk.update(torch.randn(256, generator=seed) * scale, lr=(number % 5) / 4)
         for name, bound in chunk.headroom._bounds[0].items():

@@ -21,18 +21,17 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
-from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.executor import ChunkLeases
+from gradstream.server.shard.node import ShardSnapshot
 from gradstream.server.shard.service import ShardService
-from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.server.update import Update
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import ChunkMap, Placement
 
 CHUNK_ELEMS, NUM_CHUNKS = 1 << 19, 2  # so long that arithmetic is done on a thread, and payloads are lent
 ELEMS = CHUNK_ELEMS * NUM_CHUNKS

@@ -18,7 +18,7 @@ from gradstream.testing.pieces import chunk_frame
 from gradstream.transport.access import AccessControl
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.limits import LIMITS
+from gradstream.transport.methods import LIMITS
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
 

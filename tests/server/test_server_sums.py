@@ -27,7 +27,7 @@ from gradstream.server.aggregation import AggregationRule, EveryN, FetchTerms, P
 from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.instructions import Acknowledge, Apply, Instruction, Parked, Release
-from gradstream.server.shard.pending_fetch import PendingFetch
+from gradstream.server.shard.pending_push import PendingFetch
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import ServerWorker

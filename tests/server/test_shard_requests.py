@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradstream.optim.pass_sum import PassSum
+from gradstream.optim.merge import PassSum
 from gradstream.server.shard.inspection import MOST_PUSHES
 from gradstream.strategies.ssp import Clocked
 from gradstream.strategies.synchronous import SynchronousRound

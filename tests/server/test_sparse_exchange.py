@@ -20,7 +20,7 @@ from gradstream.report.figures import figures_of
 from gradstream.report.sections import links
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import SimulationConfig
-from gradstream.server.client.arrival import SparseDelta
+from gradstream.server.client.fetch import SparseDelta
 from gradstream.server.rows import RowMap, RowPart, RowTable, pack
 from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.executor import ShardExecutor
@@ -31,9 +31,7 @@ from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.replica.own_steps import OwnSteps
-from gradstream.worker.replica.row_sum import RowSum
-from gradstream.worker.replica.rows import RowReplica
+from gradstream.worker.replica.rows import OwnSteps, RowReplica, RowSum
 from gradstream.worker.replica.server import ServerReplica
 from whole_runs import same
 

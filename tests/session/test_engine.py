@@ -18,7 +18,7 @@ import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.run.place import Place
 from gradstream.run.result import FINAL_MODEL
-from gradstream.session import engine
+from gradstream.session import torchrun
 from gradstream.transport.socket.unix import host_id
 
 SOURCE = str(Path(gs.__file__).resolve().parents[1])
@@ -132,7 +132,7 @@ def test_a_job_that_has_finished_is_not_begun_again(tmp_path: Path, monkeypatch:
         def others(self) -> list[dict[str, str]]:
             return [{"host": host_id(), "address": "127.0.0.1"}]
 
-    monkeypatch.setattr(engine, "StoreRendezvous", Alone)
+    monkeypatch.setattr(torchrun, "StoreRendezvous", Alone)
     for name in ("run.json", FINAL_MODEL):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -140,7 +140,7 @@ def test_a_job_that_has_finished_is_not_begun_again(tmp_path: Path, monkeypatch:
     job = dataclasses.replace(load_job(str(tmp_path / "job.py")), run_dir=tmp_path)
     place = Place(engine="Slurm", rank=0, size=2, host="localhost", port=1)
     with pytest.raises(gs.errors.ConfigError, match="has finished, so nothing is left to do"):
-        engine.Together(place=place).lead(job, workers=None)
+        torchrun.Together(place=place).lead(job, workers=None)
     assert "has finished" in said[0]["error"]
 
 

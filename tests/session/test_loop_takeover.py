@@ -36,8 +36,7 @@ from gradstream.server.shard.instructions import Parked
 from gradstream.server.shard.state import ShardState
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
-from gradstream.session.loaders_part import LoaderPart
-from gradstream.session.loaders_takeover import Takeover
+from gradstream.session.loaders_part import LoaderPart, Takeover
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
 from gradstream.worker.loop import LoopContext

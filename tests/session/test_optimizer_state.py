@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradstream.checkpoint.model_file import load, save
+from gradstream.checkpoint.format import load, save
 from gradstream.errors import ConfigError, DataError
-from gradstream.session.optimizer_state import PLAIN
-from gradstream.session.replica import ReplicaBinding
+from gradstream.session.replica import PLAIN, ReplicaBinding
 
 INPUTS = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

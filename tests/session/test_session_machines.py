@@ -25,7 +25,7 @@ import gradstream as gs
 from gradstream.run.place import Place
 from gradstream.run.result import FINAL_MODEL
 from gradstream.session import rendezvous, torchrun
-from gradstream.session.job import job as session_job
+from gradstream.session.node import job as session_job
 from gradstream.testing.machines import Machine, Machines, unavailable
 
 SOURCE = str(Path(gs.__file__).resolve().parents[1])

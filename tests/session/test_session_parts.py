@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradstream as gs
 from gradstream.errors import ClosedError, ConfigError, GradientError, UserCodeError
-from gradstream.job.optimizer_text import optimizer_of_text
+from gradstream.job.overrides import optimizer_of_text
 from gradstream.session.arrays import ArrayBinding
 from gradstream.session.binding import ModuleBinding
 from gradstream.session.bridge import LoopBridge

@@ -131,7 +131,7 @@ def counts_and_looks(w: Any, table: Any, i: int, where: Any, count: int, into: A
 
 def out_of_order(update: str, updates: int = 20_000) -> float:
     """How often one of two workers, about to compute, sees the other where the order forbids it."""
-    from gradstream.sparse.turns import take_part
+    from gradstream.sparse.ways import take_part
 
     empty, shared = np.zeros(0, np.float32), Shared(2)
     model = from_samples([("w", (2,))], touched_one_of_two, counts_and_looks, most=1)
@@ -159,8 +159,7 @@ def test_that_check_sees_another_order() -> None:
 
 
 def test_a_turn_that_is_passed_on_too_late_allows_no_concurrent_writes() -> None:
-    from gradstream.sparse.turns import leave, pass_turn, take_part
-    from gradstream.sparse.ways import GOT, WAYS
+    from gradstream.sparse.ways import GOT, WAYS, leave, pass_turn, take_part
 
     way, locks, where = WAYS["round_robin"], Shared(1).locks, np.zeros(1, np.uint32)
     first, second = np.int32(1), np.int32(2)
@@ -325,8 +324,8 @@ def neighbours() -> SparseDataset:
     ("update", "lock"), [("lock", WHOLE), ("short_lock", WHOLE), ("component_locks", FIRST + 7)]
 )
 def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: str, lock: int) -> None:
-    from gradstream.sparse.atomics import acquire
     from gradstream.sparse.sweep import free
+    from gradstream.sparse.updates import acquire
 
     data = neighbours()
     model, shared = linear(data.num_features, loss="squared"), Shared(data.num_features)
@@ -351,9 +350,9 @@ def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: 
 
 
 def test_a_dead_workers_turn_passes() -> None:
-    from gradstream.sparse.atomics import acquire
     from gradstream.sparse.sweep import free
-    from gradstream.sparse.turns import part_of, take_part
+    from gradstream.sparse.updates import acquire
+    from gradstream.sparse.ways import part_of, take_part
 
     data = neighbours()
     model, shared = linear(data.num_features, loss="squared"), Shared(data.num_features)

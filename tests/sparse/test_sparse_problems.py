@@ -13,7 +13,7 @@ import torch
 import gradstream as gs
 from gradstream import sparse
 from gradstream.errors import ConfigError, DataError, GradientError, UnknownNameError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.model.torch_module import from_torch
-from gradstream.split.halves import Use
-from gradstream.split.operations import Operations
+from gradstream.split.operations import Operations, Use
 from split_stages import Stages, batch_of
 
 

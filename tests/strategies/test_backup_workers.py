@@ -17,7 +17,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.report.page import PageSource, page
-from gradstream.report.uneven import quorums
+from gradstream.report.staleness import quorums
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig

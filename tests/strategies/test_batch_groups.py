@@ -14,8 +14,7 @@ from batch_problems import Softmax, naive_lbfgs
 from batch_runs import INPUTS, ITERATIONS, METHOD, at, end_of, model_of, run_of, squares
 from gradstream.errors import ConfigError, GradientError, Interrupted
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.arithmetic import BLOCK, FEW, perform
-from gradstream.server.procedure import add, dot
+from gradstream.server.procedure import BLOCK, FEW, add, dot, perform
 from gradstream.testing.runs import kill_at, replace_at
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.group_peers import GroupPeers

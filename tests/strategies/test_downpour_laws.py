@@ -14,7 +14,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
-from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.fetch import Arrival
 from gradstream.server.shard.state import ShardState
 from gradstream.strategies import ServerWorker
 from gradstream.testing.runs import QUICK, least_squares

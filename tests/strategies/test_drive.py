@@ -22,14 +22,14 @@ from gradstream.data import BatchRef, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
 from gradstream.report.figures import figures_of
+from gradstream.report.lanes import lanes_of
 from gradstream.report.progress_line import ProgressLine
 from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
-from gradstream.report.timeline import lanes_of
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies.api import Participation
-from gradstream.strategies.staged import ALONE
+from gradstream.strategies.downpour import ALONE
 from gradstream.strategies.stale import StaleGradients
 from gradstream.telemetry.events import EventDict
 from gradstream.testing import properties
@@ -37,7 +37,7 @@ from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.wire import v1
-from gradstream.worker.batch_queue import BatchQueue
+from gradstream.worker.schedule import BatchQueue
 
 NUM_TOKENS, EPOCHS = 24, 6
 DRIVES: dict[str, dict[str, Any]] = {

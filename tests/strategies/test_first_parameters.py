@@ -12,7 +12,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.testing.runs import least_squares
-from gradstream.worker import beginning
+from gradstream.worker import node
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.replica.group_peers import GroupPeers
 
@@ -67,7 +67,7 @@ def test_whoever_makes_others_or_none_receives_those_of_rank_0(
     how: str, sent: list[int], finals: Finals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = run().parameters["w"]
-    made, fill = [0], beginning.fill_parameters
+    made, fill = [0], node.fill_parameters
 
     async def odd(config: Any, runtime: Any, parameters: Any) -> None:
         await fill(config, runtime, parameters)
@@ -97,7 +97,7 @@ def test_other_parameters_that_nobody_compares_are_noticed(
     finals: Finals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: all digests are alike."""
-    fill = beginning.fill_parameters
+    fill = node.fill_parameters
 
     async def odd(config: Any, runtime: Any, parameters: Any) -> None:
         await fill(config, runtime, parameters)

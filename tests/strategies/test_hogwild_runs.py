@@ -16,8 +16,7 @@ import torch
 import gradstream as gs
 from gradstream import sparse
 from gradstream.checkpoint.policy import Policy
-from gradstream.coordinator.instructions import Discard, Emit
-from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.nodes import Discard, Emit, Nodes
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.ledger import Ledger
@@ -35,7 +34,7 @@ from gradstream.testing.properties import BrokenPropertyError, complete
 from gradstream.testing.runs import least_squares
 from gradstream.wire import v1
 from gradstream.worker.exchange.shared import Waits
-from gradstream.worker.shared_words import SharedWords
+from gradstream.worker.replica.shared import SharedWords
 from killing import Killer
 from whole_runs import train
 

@@ -12,7 +12,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.runs import QUICK, kill_at, least_squares, replace_at
-from gradstream.worker.balance import ShareReporter
+from gradstream.worker.schedule import ShareReporter
 
 WORKERS, EPOCHS, SAMPLES = 3, 2, 360
 MODEL, DATA = least_squares(SAMPLES, 150, whole=False, reduction="mean")

@@ -12,9 +12,9 @@ import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.errors import ConfigError
 from gradstream.report import curves
+from gradstream.report.charts import value_text
 from gradstream.report.noise_scale import DECAY, SQUARES, rounds_of
 from gradstream.report.sections import learning
-from gradstream.report.units import value_text
 from gradstream.run.result import Run
 from gradstream.server.shard.updates import Updates
 from gradstream.telemetry import noise_meter

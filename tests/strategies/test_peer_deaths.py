@@ -14,7 +14,7 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import PeerLostError
-from gradstream.report.pauses import alone_text
+from gradstream.report.worker_figures import alone_text
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.runtime.simulation import Cost, Link, Network, Partition, SimulationConfig

@@ -22,7 +22,7 @@ from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.quorum import QuorumLeader
 from gradstream.server.robust import CenteredClipping, ClippedMean, Krum, Median, TrimmedMean
-from gradstream.server.shard.distances import DistanceTable, weights_of
+from gradstream.server.shard.tensor_sums import DistanceTable, weights_of
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.synchronous import Synchronous
 from gradstream.testing.runs import least_squares

@@ -17,7 +17,7 @@ from torch import nn
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
-from gradstream.collectives.buckets import Buckets
+from gradstream.collectives.group import Buckets
 from gradstream.data.base import BatchRef
 from gradstream.errors import ConfigError, GradientError
 from gradstream.memory import Span, Vector

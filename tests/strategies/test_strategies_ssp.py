@@ -18,8 +18,7 @@ from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef, Partitioning
 from gradstream.data.plan import PartitionPlan
 from gradstream.job.files import load_job
-from gradstream.model.base import Layout
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Position
 from gradstream.runtime.base import Report

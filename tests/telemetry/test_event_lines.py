@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from gradstream.cli import main
 from gradstream.coordinator import Member
-from gradstream.coordinator.event_gate import EventGate, in_beats
+from gradstream.coordinator.presence_service import EventGate, in_beats
 from gradstream.job.callbacks import Callbacks
 from gradstream.report.progress_line import ProgressLine
 from gradstream.run.followed_events import FollowedEvents
@@ -21,7 +21,7 @@ from gradstream.telemetry import events
 from gradstream.telemetry.event_lines import EventError, parse_event
 from gradstream.telemetry.events import EvaluatedEvent, FinishedEvent, StepEvent, encode
 from gradstream.trackers.tensorboard import write_run
-from gradstream.transport.limits import LIMITS
+from gradstream.transport.methods import LIMITS
 from gradstream.wire import v1
 from membership_cluster import Cluster, diligent, shard, worker
 

@@ -25,12 +25,11 @@ from gradstream.testing.pieces import reply_once
 from gradstream.transport import detours as detours_module
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
-from gradstream.transport.detours import Detours
+from gradstream.transport.detours import PIECE_BYTES, TICKET_BYTES, Detours, dial
 from gradstream.transport.endpoint import WINDOW
 from gradstream.transport.grpc.connection import GrpcConnection
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.limits import LIMITS
-from gradstream.transport.tunnels import PIECE_BYTES, TICKET_BYTES, dial
+from gradstream.transport.methods import LIMITS
 from gradstream.wire import v1
 
 NAMES = ("worker-0", "worker-1", "worker-2")

@@ -13,8 +13,8 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
+from gradstream.transport.grpc.connection import CLIENT_OPTIONS, SERVER_OPTIONS, patience_options
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.grpc.options import CLIENT_OPTIONS, SERVER_OPTIONS, patience_options
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 

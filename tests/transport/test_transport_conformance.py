@@ -12,7 +12,7 @@ import torch
 
 from gradstream.errors import DeadlineError, GradstreamError
 from gradstream.memory import Span
-from gradstream.testing import ending_checks, flow_checks, memory_checks, refusal_checks
+from gradstream.testing import ending_checks, flow_checks, pieces, refusal_checks
 from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
 from gradstream.transport.access import AccessControl
@@ -128,8 +128,8 @@ FAULTS: list[tuple[str, Any, str, Any, Check]] = [
     ("ignores the caller's window", StreamCore, "_may_send", lambda stream: True, flow_checks.callers_window),
     ("one queue for all", network, "_Card", _FirstComeFirstServed, flow_checks.priority),
     ("delivers after a cancel", StreamCore, "_close", _drops_nothing, ending_checks.cancel_by_caller),
-    ("takes payloads by reference", _End, "transmit", _kept, memory_checks.taken_over),
-    ("keeps what it was lent", StreamCore, "lend", _keeps, memory_checks.lending),
+    ("takes payloads by reference", _End, "transmit", _kept, pieces.taken_over),
+    ("keeps what it was lent", StreamCore, "lend", _keeps, pieces.lending),
     ("does not check chunks", StreamCore, "reject", _deaf, refusal_checks.bad_chunks),
     ("does not check identities", AccessControl, "objection", _no_refusal, refusal_checks.identity),
     ("is silent while waiting", StreamCore, "waiting", _never, ending_checks.waiting_resets),
@@ -166,4 +166,4 @@ def test_writing_late_into_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(EndpointCore, "recv", holds_on)
     run, make_pair = memory_pairs()
     with pytest.raises(ConformanceError):
-        run(run_check(memory_checks.ownership_after_deadline, make_pair))
+        run(run_check(pieces.ownership_after_deadline, make_pair))

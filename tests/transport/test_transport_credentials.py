@@ -22,7 +22,7 @@ from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.transport import proof
-from gradstream.transport.credentials import FILE, Credentials
+from gradstream.transport.proof import FILE, Credentials
 from gradstream.transport.security import Tls
 
 pytestmark = pytest.mark.cold  # looks at command lines and environments of processes

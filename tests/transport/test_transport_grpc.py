@@ -22,9 +22,8 @@ from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity, Priority, Stream
-from gradstream.transport.grpc.connection import METHOD
+from gradstream.transport.grpc.connection import MAX_MESSAGE_BYTES, METHOD
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.grpc.options import MAX_MESSAGE_BYTES
 from gradstream.transport.methods import Method
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES

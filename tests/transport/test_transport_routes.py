@@ -12,7 +12,7 @@ import torch
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
-from gradstream.testing import ending_checks, flow_checks, memory_checks, refusal_checks
+from gradstream.testing import ending_checks, flow_checks, pieces, refusal_checks
 from gradstream.testing.endpoints import Check, run_check
 from gradstream.testing.pairs import SECRET, real_pairs
 from gradstream.testing.pieces import reply_once
@@ -190,8 +190,8 @@ def test_the_first_carrier_reaches_who_is_not_known() -> None:
         flow_checks.order,
         flow_checks.concurrent_calls,
         refusal_checks.identity,
-        memory_checks.tensors,
-        memory_checks.landing,
+        pieces.tensors,
+        pieces.landing,
         ending_checks.peer_death,
         ending_checks.unknown_peer,
         ending_checks.closing,

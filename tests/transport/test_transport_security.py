@@ -16,9 +16,14 @@ import pytest
 
 import gradstream
 from gradstream.errors import PeerLostError, RefusedError
-from gradstream.run.remote import certificates
-from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority, fingerprint_of
-from gradstream.run.remote.certificates import LIFE, Key
+from gradstream.run.remote import certificate_authority
+from gradstream.run.remote.certificate_authority import (
+    LAUNCHER,
+    LIFE,
+    CertificateAuthority,
+    Key,
+    fingerprint_of,
+)
 from gradstream.runtime import RealRuntime
 from gradstream.testing.endpoints import CHECKS, Check, run_check
 from gradstream.testing.pairs import SECRET, grpc_pairs
@@ -27,8 +32,7 @@ from gradstream.transport import endpoint as endpoint_module
 from gradstream.transport import security
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.limits import LIMITS
-from gradstream.transport.methods import METHODS, ROLES, Method, role_of
+from gradstream.transport.methods import LIMITS, METHODS, ROLES, Method, role_of
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
 
@@ -155,7 +159,7 @@ def test_the_role_decides(
 ) -> None:
     """Every method against every role, over one connection: by the certificate, and by the member's name."""
     more = replace(LIMITS, refusals=2 * len(METHODS))
-    monkeypatch.setattr("gradstream.transport.intake.LIMITS", more)
+    monkeypatch.setattr("gradstream.transport.receive_queue.LIMITS", more)
     name = role if role in ("coordinator", "launcher") else f"{role}-0"
     methods = (*METHODS, "a method that nobody has listed")
 
@@ -384,7 +388,7 @@ def test_a_certificate_that_expires_while_its_connection_is_open(
 def test_a_certificate_that_has_expired_makes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     old = CertificateAuthority()
     with monkeypatch.context() as patch:
-        patch.setattr(certificates, "LIFE", -datetime.timedelta(minutes=1))
+        patch.setattr(certificate_authority, "LIFE", -datetime.timedelta(minutes=1))
         expired = old.issue("worker-0")
     with pytest.raises(PeerLostError, match="coordinator: "):
         call(endpoint("worker-0", expired), endpoint("coordinator", old.issue("coordinator")))
@@ -396,8 +400,8 @@ def test_a_certificate_that_has_expired_makes_no_connection(monkeypatch: pytest.
 def test_a_clock_that_is_days_off_is_named(
     skew_days: int, life_days: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certificates, "SKEW", datetime.timedelta(days=skew_days))
-    monkeypatch.setattr(certificates, "LIFE", datetime.timedelta(days=life_days))
+    monkeypatch.setattr(certificate_authority, "SKEW", datetime.timedelta(days=skew_days))
+    monkeypatch.setattr(certificate_authority, "LIFE", datetime.timedelta(days=life_days))
     other = CertificateAuthority()
     with pytest.raises(
         PeerLostError, match=f"its certificate {what} by the clock of this machine, which shows 20"

@@ -28,7 +28,7 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.server.aggregation import AggregationRule, EveryN, EveryPush
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
-from gradstream.server.shard import chunk_leases
+from gradstream.server.shard import executor
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.server.update import Update
@@ -40,9 +40,8 @@ from gradstream.transport.shm.leases import ARENA_BYTES, Arena
 from gradstream.transport.socket.unix import send_descriptors
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.chunks import MAX_CHUNK_ELEMS, ChunkMap
-from gradstream.wire.dtypes import to_wire
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import MAX_CHUNK_ELEMS, ChunkMap, Placement
+from gradstream.wire.frames import to_wire
 
 ELEMS = 1 << 16
 
@@ -407,7 +406,7 @@ async def _reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
             fetched = await there.fetch()
         assert bool((fetched == -2).all())
         stream, kept = await there.kept()
-        monkeypatch.setattr(chunk_leases, "PATIENCE_S", 0.02)
+        monkeypatch.setattr(executor, "PATIENCE_S", 0.02)
         await there.push()
         assert bool((there.parameters == -3).all())
         assert kept.payload is not None and kept.payload[0] == -3, "it was lent, and is not what it was"

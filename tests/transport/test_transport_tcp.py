@@ -24,8 +24,8 @@ from gradstream.testing.pairs import SECRET, tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.socket import framing, multiplexer, tcp
+from gradstream.transport.socket.connection import answer
 from gradstream.transport.socket.framing import PREFIX, FrameReader, OutgoingFrame, PayloadPlace
-from gradstream.transport.socket.greeting import answer
 from gradstream.transport.socket.tcp import TcpEndpoint, choose_congestion_control
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES

@@ -15,7 +15,7 @@ from gradstream.cli import main
 from gradstream.errors import ConfigError
 from gradstream.run.remote.members import MachineMembers
 from gradstream.testing.runs import least_squares
-from gradstream.untrusted.names import check_name
+from gradstream.untrusted.text import check_name
 from gradstream.wire import v1
 
 BAD = ["", ".", "..", "../..", "a/b", "/etc", "..\\..", "a\nb", "a\x00b", "\x1b[2J", "x" * 101, "é" * 51]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradstream.errors import ConfigError
-from gradstream.wire import dtypes, v1
+from gradstream.wire import frames, v1
 from gradstream.wire.frames import (
     ABSENT,
     MAX_FRAME_BYTES,
@@ -121,7 +121,7 @@ def test_a_header_has_a_limit_of_its_own() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_elements_come_back(dtype: torch.dtype) -> None:
     sent = torch.randn(33, dtype=dtype)
-    chunk = v1.Chunk(index=1, elems=33, dtype=dtypes.to_wire(dtype))
+    chunk = v1.Chunk(index=1, elems=33, dtype=frames.to_wire(dtype))
     frame, view = decode(encode(v1.Frame(chunk=chunk), memoryview(sent.numpy()).cast("B")))  # type: ignore[arg-type]
     got = payload_tensor(frame.chunk, view)
     assert got is not None
@@ -154,6 +154,6 @@ def test_chunks_that_lie(chunk: v1.Chunk, payload_bytes: int) -> None:
 
 def test_dtypes_that_cannot_be_sent() -> None:
     with pytest.raises(ConfigError, match=r"int32.*float32 or torch.float64"):
-        dtypes.to_wire(torch.int32)
-    assert dtypes.from_wire(99) is None
-    assert dtypes.itemsize_bytes(v1.FLOAT64) == 8
+        frames.to_wire(torch.int32)
+    assert frames.from_wire(99) is None
+    assert frames.itemsize_bytes(v1.FLOAT64) == 8

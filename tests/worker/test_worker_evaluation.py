@@ -16,7 +16,7 @@ from gradstream._simulate import simulate
 from gradstream.cli.report import evaluation_rows
 from gradstream.errors import ConfigError, UserCodeError
 from gradstream.job.overrides import overrides, with_overrides
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.report.progress_line import ProgressLine
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import QUICK, kill_at, least_squares

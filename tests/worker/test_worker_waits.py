@@ -11,11 +11,10 @@ from gradstream._simulate import simulate
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.server.aggregation import PushHeader
+from gradstream.server.shard.executor import StragglerTracker
 from gradstream.server.shard.instructions import Apply, Parked
-from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.strategies import Strategy
-from gradstream.telemetry.stopwatch import Stopwatch
-from gradstream.telemetry.wait_attribution import Kind, WaitAttribution, shared_out
+from gradstream.telemetry.wait_attribution import Kind, Stopwatch, WaitAttribution, shared_out
 from gradstream.testing.runs import Sized
 from gradstream.testing.tokens import numbered
 

@@ -25,20 +25,18 @@ from gradstream.checkpoint.own_state import OwnState
 from gradstream.data.base import BatchRef
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
-from gradstream.job import plugins
+from gradstream.job import registry
 from gradstream.job.descriptions import describe
 from gradstream.job.job import Job
-from gradstream.job.optimizer_text import optimizer_of_text, text_of_optimizer
-from gradstream.job.overrides import overrides, with_overrides
+from gradstream.job.overrides import optimizer_of_text, overrides, text_of_optimizer, with_overrides
 from gradstream.job.settings import apply, from_texts
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.recording import entries, log
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.ssh.archives import Expected, unpacked
-from gradstream.run.ssh.file_list import FileList
+from gradstream.run.ssh.archives import Expected, FileList, unpacked
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.sparse.data import from_csr
-from gradstream.sparse.svmlight import from_svmlight
+from gradstream.sparse.random_data import from_svmlight
 from gradstream.strategies.downpour import Downpour
 
 
@@ -164,13 +162,13 @@ def _settings(texts: Callable[[str], Any]) -> Callable[[bytes], None]:
     """Without plugins: looking for them reads the metadata of all packages."""
 
     def decode(data: bytes) -> None:
-        with patch.object(plugins, "installed", _none):
+        with patch.object(registry, "installed", _none):
             apply(_JOB, [texts(data.decode(errors="replace"))])
 
     return decode
 
 
-def _none(kind: str) -> list[plugins.Plugin]:
+def _none(kind: str) -> list[registry.Plugin]:
     del kind
     return []
 

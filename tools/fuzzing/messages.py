@@ -19,14 +19,13 @@ from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import BatchDistribution
-from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.checkpoint_handler import lies_in
-from gradstream.coordinator.event_gate import EventGate
-from gradstream.coordinator.instructions import Emit, Refuse
+from gradstream.coordinator.assignment_replies import BatchDistribution, ShareBalance
+from gradstream.coordinator.checkpoint_writer import lies_in
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.nodes import Emit, Refuse
 from gradstream.coordinator.phases import LossTolerance
-from gradstream.coordinator.receipts import receipt_of
+from gradstream.coordinator.presence_service import EventGate
+from gradstream.coordinator.progress import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
@@ -45,7 +44,7 @@ from gradstream.strategies.ssp import Clocked
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
 from gradstream.transport.base import Identity
-from gradstream.transport.limits import LIMITS
+from gradstream.transport.methods import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 

@@ -14,14 +14,13 @@ from gradstream.report.page import PageSource, page
 from gradstream.report.progress_line import ProgressLine
 from gradstream.report.staleness import staleness_by
 from gradstream.report.summary import evaluations_of, history_of, summary_of
-from gradstream.report.trace import trace_json
+from gradstream.report.timeline import trace_json
 from gradstream.run.remote.address import Address
 from gradstream.run.result import check_info
 from gradstream.telemetry import events as kinds
 from gradstream.telemetry.event_lines import EventError, EventLines, parse_event
 from gradstream.trackers.tensorboard import Scalars
-from gradstream.transport.addresses import host_and_port, is_loopback
-from gradstream.transport.offers import CarrierOffer, choose
+from gradstream.transport.offers import CarrierOffer, choose, host_and_port, is_loopback
 from gradstream.transport.socket.framing import FrameReader, PayloadPlace
 from gradstream.untrusted import escaped, parse_json
 from gradstream.wire import v1

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from gradstream.analysis.full_loss import FullLoss, Vector
-from gradstream.checkpoint.model_file import load_file
+from gradstream.checkpoint.format import load_file
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.machine.description import interfaces
 from gradstream.model.base import Model
 from gradstream.run.local.link import python_environment
-from gradstream.run.reopen import kept_parameters, reopen
-from gradstream.run.result import Run, flatten
-from gradstream.transport.addresses import is_loopback
+from gradstream.run.result import Run, flatten, kept_parameters, reopen
+from gradstream.transport.offers import is_loopback
 
 SILENCE = timedelta(minutes=10)
 """The longest that a rank waits for the others' share of a pass."""

@@ -13,11 +13,9 @@ import numpy as np
 
 from gradstream.cli.demo_job import BATCH_SIZE, COUNTERS, IMAGES
 from gradstream.cli.kills import KillSchedule, Striker
-from gradstream.report.charts import Curve, line_chart
+from gradstream.report.charts import Curve, line_chart, picture, time_text
 from gradstream.report.curves import training
-from gradstream.report.deaths import Death, deaths_of
-from gradstream.report.picture import picture
-from gradstream.report.units import time_text
+from gradstream.report.story import Death, deaths_of
 
 if TYPE_CHECKING:
     from gradstream.job.job import Job
@@ -149,7 +147,7 @@ def _folder(job: Job) -> Path:
 def _run(job: Job, run_dir: Path, cluster: LocalCluster, strike: Callable[[EventDict], None]) -> Run:
     """One run of the job, in a folder of its own; `strike` gets its events."""
     from gradstream._train import launch
-    from gradstream.report.display import Display
+    from gradstream.report.progress_line import Display
     from gradstream.run.planning import plan_run
 
     run_dir.mkdir()

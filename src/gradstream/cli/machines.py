@@ -13,7 +13,7 @@ from gradstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradstream.run.remote.listening import Listening
-    from gradstream.session.engine import Together
+    from gradstream.session.torchrun import Together
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -153,7 +153,7 @@ def together_of(
     place = place_of(os.environ)
     if place is None:
         return None
-    from gradstream.session.engine import Together
+    from gradstream.session.torchrun import Together
 
     for option, is_given in (("--insecure", insecure), ("--detach", detach)):
         if is_given:

@@ -17,7 +17,7 @@ from gradstream.cli.report import print_rows
 from gradstream.errors import ConfigError, DivergedError
 from gradstream.replay import Replay, ReplayedUpdate
 from gradstream.replay import replay as replay_run
-from gradstream.replay.finding import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
+from gradstream.replay.update import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
 from gradstream.run.result import Run
 
 MANY = 16

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import GradientError, GradstreamError, UserCodeError
+from gradstream.report.charts import size_text
 from gradstream.report.staleness import quantile
 from gradstream.report.straggler import straggler_text
-from gradstream.report.units import size_text
 from gradstream.untrusted import TEXT_BYTES, escaped
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ OnEvent = Callable[["EventDict"], None]
 def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
     """Runs a job, with its progress on stderr, and prints its figures on stdout: a table, or one JSON object."""
     from gradstream.cli.report import print_end
-    from gradstream.report.display import Display
-    from gradstream.run.final_evaluation import evaluate
+    from gradstream.report.progress_line import Display
+    from gradstream.run.failures import evaluate
 
     with redirect_stdout(sys.stderr) if as_json else nullcontext(), Display() as display:
         run = run_job(display.on_event)

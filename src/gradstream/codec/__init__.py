@@ -12,12 +12,11 @@ from gradstream.codec.blocks import Blocks
 from gradstream.codec.casts import Cast
 from gradstream.codec.chunked import ChunkTopK
 from gradstream.codec.dct import DCT
-from gradstream.codec.dgc import DGC
 from gradstream.codec.feedback import EF21, ErrorFeedback
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.codec.qsgd import QSGD
 from gradstream.codec.sign import Sign
-from gradstream.codec.sparse import RandomK, TopK
+from gradstream.codec.sparse import DGC, RandomK, TopK
 
 __all__ = [
     "DCT",

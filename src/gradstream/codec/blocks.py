@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from gradstream.codec.base import NO_STATE
-from gradstream.codec.bits import TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
+from gradstream.codec.base import NO_STATE, TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
 from gradstream.errors import ConfigError
 
 _BITS = {"int8": 8, "int4": 4, "float4": 4}

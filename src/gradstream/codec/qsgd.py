@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from gradstream.codec.base import NO_STATE
-from gradstream.codec.bits import TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
+from gradstream.codec.base import NO_STATE, TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
 from gradstream.errors import ConfigError
 
 _SAFE_NORM = 1e-15, 1e18

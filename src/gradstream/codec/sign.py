@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from gradstream.codec.base import NO_STATE
-from gradstream.codec.bits import pack, packed_bytes, unpack
+from gradstream.codec.base import NO_STATE, pack, packed_bytes, unpack
 from gradstream.errors import ConfigError
 
 

@@ -17,8 +17,7 @@ import torch
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
-from gradstream.collectives.plan import DependencyPlan, Operation
-from gradstream.collectives.schedule import Recv, Schedule, Send
+from gradstream.collectives.schedule import DependencyPlan, Operation, Recv, Schedule, Send
 from gradstream.runtime.base import Work
 
 LARGEST_BYTES = 1 << 40

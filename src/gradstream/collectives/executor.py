@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from gradstream.collectives.communicator import Communicator
-from gradstream.collectives.plan import DependencyPlan, Operation, PlanProgress
+from gradstream.collectives.schedule import DependencyPlan, Operation, PlanProgress
 from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.collectives.stream_driver import StreamDriver
 

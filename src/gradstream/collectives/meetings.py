@@ -28,11 +28,10 @@ import torch
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
 from gradstream.memory import Span, borrow_all
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Endpoint, Stream
-from gradstream.transport.carrier import copy_elements
+from gradstream.transport.base import Endpoint, Stream, copy_elements
 from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
+from gradstream.wire.frames import to_wire
 
 METHOD = "meet"
 

@@ -15,12 +15,11 @@ from gradstream.collectives.autotune import Choice, MeasuredCosts, measure
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
 from gradstream.collectives.group import Group, own_slice, slice_of
-from gradstream.collectives.plan import DependencyPlan, Operation
-from gradstream.collectives.schedule import Schedule
+from gradstream.collectives.schedule import DependencyPlan, Operation, Schedule
 from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
-from gradstream.transport.carrier import copy_elements
+from gradstream.transport.base import copy_elements
 
 PIECE_BYTES = 1 << 20
 """Messages go in pieces of this size, so that the next step can begin when the first piece has arrived."""

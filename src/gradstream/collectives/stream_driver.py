@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstream.collectives.plan import Operation, PlanProgress
-from gradstream.collectives.schedule import Recv, Send, Step
+from gradstream.collectives.schedule import Operation, PlanProgress, Recv, Send, Step
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime, Work
-from gradstream.transport.base import Received, Stream
-from gradstream.transport.carrier import copy_elements
+from gradstream.transport.base import Received, Stream, copy_elements
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
+from gradstream.wire.frames import to_wire
 
 BRIEF_ELEMS = 1 << 14
 """The event loop itself adds up to this many elements, and sends such messages one after the other. To wake another

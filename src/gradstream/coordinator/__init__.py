@@ -1,6 +1,5 @@
 """The coordinator: which nodes are in the run, and which minibatches are in the model."""
 
-from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import (
     DrainedError,
     Member,
@@ -8,6 +7,7 @@ from gradstream.coordinator.client.member import (
     RunAbortedError,
     RunStoppedError,
 )
+from gradstream.coordinator.client.presence import EvictedError
 from gradstream.coordinator.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.membership import Membership
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
+from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.checkpoint.folder import prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec, spec_of
 from gradstream.checkpoint.manifest import JobPhase, Manifest
@@ -20,15 +24,18 @@ from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, av
 from gradstream.checkpoint.own_tensors import Kind, ask_own, file_of_own
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.context import CoordinatorContext
-from gradstream.coordinator.instructions import Commit, Discard, Instruction, Prepare
+from gradstream.coordinator.nodes import Commit, Discard, Instruction, Prepare
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.open_ledger import OpenLedger
-from gradstream.errors import DataError, GradstreamError
+from gradstream.errors import DataError, GradstreamError, RefusedError
 from gradstream.model.buffers import Buffers
-from gradstream.runtime.base import Work
+from gradstream.runtime.base import Runtime, Work
+from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
-from gradstream.wire.dtypes import itemsize_bytes
-from gradstream.wire.parts import member_name, part_map_of
+from gradstream.wire.chunks import member_name, part_map_of
+from gradstream.wire.frames import itemsize_bytes
+
+# ---- checkpoint writer -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,3 +341,84 @@ def _part(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:
     """Returns the index-th of `count` parts of equal length."""
     length = len(numbers) // count
     return numbers[index * length : (index + 1) * length]
+
+
+# ---- checkpoint handler ------------------------------------------------------------------
+# Checkpoint files for nodes on other machines, which do not see the run directory.
+#
+# The nodes' side is `checkpoint/elsewhere.py`.
+
+WRITE_BYTES = 8 << 20
+"""Parts are gathered until they have so many bytes, and then written and made durable at once."""
+
+T = TypeVar("T")
+
+
+class CheckpointHandler:
+    """Serves "keep", which writes, and "kept", which reads.
+
+    Args:
+        runtime: runtime of the coordinator; its storage is the run directory.
+        endpoint: endpoint of the coordinator.
+        writer: knows the open drafts, and the checkpoint that the run was resumed from.
+    """
+
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, writer: CheckpointWriter) -> None:
+        self._runtime = runtime
+        self._name = endpoint.identity.name
+        self._writer = writer
+        endpoint.serve("keep", self._keep, model=False)
+        endpoint.serve("kept", self._kept, model=False)
+
+    async def _keep(self, stream: Stream) -> None:
+        """Writes the ranges that a holder sends into an open draft."""
+        path, who = v1.Keep.FromString(stream.opened.body).path, stream.opened.sender
+        ranges, parts = self._writer.ranges_of(who, path), list[tuple[int, bytes]]()
+        while (received := await stream.recv()) is not None:
+            part = v1.Part.FromString(received.frame.body.data)
+            if not lies_in(ranges, part):
+                text = f"{who} may not write {len(part.data)} bytes at {part.offset_bytes} of {path[:200]!r}"
+                raise RefusedError(
+                    self._name,
+                    "BAD_REQUEST",
+                    f"{text}: expected a range of an open draft that {who} has to write",
+                )
+            parts.append((part.offset_bytes, part.data))
+            if sum(len(data) for _, data in parts) >= WRITE_BYTES:
+                await self._write(path, parts)
+                parts = []
+        if parts:
+            await self._write(path, parts)
+        await stream.send(v1.Frame(body=v1.Body()))
+
+    async def _write(self, path: str, parts: list[tuple[int, bytes]]) -> None:
+        await self._on_disk(lambda: self._runtime.storage.patch(path, parts), "write")
+
+    async def _kept(self, stream: Stream) -> None:
+        """Sends bytes of a file of the checkpoint that the run was resumed from."""
+        request, storage = v1.Kept.FromString(stream.opened.body), self._runtime.storage
+        path = request.path
+        folder, _, name = path.rpartition("/")
+        if folder != self._writer.resumed_from or not folder or name not in storage.names(folder):
+            text = f"{path[:200]!r} is no file of the checkpoint that this run goes on from"
+            raise RefusedError(self._name, "BAD_REQUEST", text)
+        offset, end = request.offset_bytes, request.offset_bytes + request.size_bytes
+        while offset < end:
+            size = min(PART_BYTES, end - offset)
+            data = await self._on_disk(partial(storage.read_at, path, offset, size), "read")
+            if not data:
+                return
+            await stream.send(v1.Frame(body=v1.Body(data=data)))
+            offset += len(data)
+
+    async def _on_disk(self, work: Callable[[], T], kind: str) -> T:
+        try:
+            return await self._runtime.beside(work, work=Work(kind))
+        except OSError as error:
+            raise RefusedError(self._name, "INTERNAL", f"{type(error).__name__}: {error}") from error
+
+
+def lies_in(ranges: Sequence[tuple[int, int]], part: v1.Part) -> bool:
+    """Whether a part lies inside one of the ranges [start, stop) of bytes, which are in ascending order."""
+    index = bisect_right(ranges, part.offset_bytes, key=lambda one: one[0]) - 1
+    return index >= 0 and part.offset_bytes + len(part.data) <= ranges[index][1]

@@ -7,27 +7,26 @@ reading them: see `relay`.
 
 from __future__ import annotations
 
+import asyncio
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gradstream.checkpoint.manifest import Evaluated
-from gradstream.coordinator.checkpoint_handler import CheckpointHandler
-from gradstream.coordinator.checkpoint_writer import CheckpointOptions, CheckpointWriter
+from gradstream.coordinator.checkpoint_writer import CheckpointHandler, CheckpointOptions, CheckpointWriter
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.early_ends import EarlyEnds
-from gradstream.coordinator.event_gate import Admitted
-from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation_driver import ParticipationDriver
+from gradstream.coordinator.nodes import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
 from gradstream.coordinator.phases import PhasePlace
-from gradstream.coordinator.presence_service import PresenceService
-from gradstream.coordinator.request_service import RequestService
-from gradstream.coordinator.run_clock import Age, RunClock
-from gradstream.errors import ConfigError
+from gradstream.coordinator.presence_service import Admitted, PresenceService
+from gradstream.coordinator.relay import Age, RunClock
+from gradstream.data.ledger import Ledger
+from gradstream.errors import ConfigError, GradstreamError, UserCodeError
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.wakeup import Wakeup
+from gradstream.runtime.tasks import Wakeup
 from gradstream.telemetry.events import (
     CoordinatorEvent,
     DamagedEvent,
@@ -36,8 +35,201 @@ from gradstream.telemetry.events import (
     ReshardEvent,
     encode,
 )
-from gradstream.transport.base import Endpoint
+from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
+
+# ---- participation driver ----------------------------------------------------------------
+# `ParticipationDriver`: runs a strategy's `drive` on the coordinator.
+#
+# A checkpoint contains nothing of the drive. The drive goes by what is in the model: in a resumed run it begins
+# again, and all waits that were over return at once.
+
+
+class ParticipationDriver:
+    """Runs a strategy's `drive`, which sets how many workers take part. Implements `strategies.api.Participation`.
+
+    Args:
+        context: see `CoordinatorContext`, of a run whose strategy has a `drive`.
+        drive: the strategy's schedule.
+        clock: time of the run.
+    """
+
+    def __init__(
+        self,
+        context: CoordinatorContext,
+        drive: Callable[[ParticipationDriver], Awaitable[None]],
+        clock: RunClock,
+    ) -> None:
+        assert context.membership.participation is not None
+        self._context = context
+        self._membership = context.membership
+        self._participation = context.membership.participation
+        self._drive = drive
+        self._clock = clock
+        self._look_s = context.deadlines.notice_s
+        self._changed = Wakeup()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins the drive."""
+        runtime = self._context.runtime
+        self._task = runtime.spawn(self._run(), name=f"{runtime.node}-drive")
+
+    def stop(self) -> None:
+        """Ends the drive."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def look(self) -> None:
+        """Lets the drive look whether what it waits for has come."""
+        self._changed.ring()
+
+    async def _run(self) -> None:
+        """Runs the drive to its end. An exception that it raises ends the run."""
+        try:
+            await self._drive(self)
+            self._check_active("drive() is over")
+        except Exception as error:
+            text = "" if isinstance(error, ConfigError) else traceback.format_exc()
+            name, message = type(error).__name__, str(error)
+            if not isinstance(error, GradstreamError):
+                name, message = "UserCodeError", f"drive() of the strategy raised {name}: {message}"
+            self._context.carry_out(self._membership.participation_failed(name, message, text))
+
+    # ---- the strategy's view --------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[str]:
+        """See `Participation`."""
+        return self._membership.nodes.worker_names
+
+    @property
+    def num_samples(self) -> int:
+        """See `Participation`."""
+        return self._counted(self._membership.progress.samples_per_epoch)
+
+    @property
+    def total_samples(self) -> int:
+        """See `Participation`."""
+        ledger = self._membership.progress.ledger
+        assert isinstance(ledger, Ledger)
+        return self._counted(ledger.total_samples) + self._membership.progress.num_samples_before
+
+    @property
+    def samples(self) -> int:
+        """See `Participation`."""
+        return self._counted(self._membership.progress.num_samples)
+
+    async def set_active_workers(self, count: int, phase: str = "") -> None:
+        """See `Participation`."""
+        self._context.carry_out(self._membership.set_active_workers(count, phase))
+        while self._participation.awaited:
+            await self._changed.rung(self._context.runtime, self._look_s)
+
+    async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
+        """See `Participation`."""
+        while not self._passed(samples, seconds):
+            self._check_active("drive() waits for progress")
+            left_s = self._look_s if seconds is None else min(self._look_s, seconds - self._clock.time_s())
+            await self._changed.rung(self._context.runtime, max(left_s, 1e-3))
+
+    def _passed(self, samples: float | None, seconds: float | None) -> bool:
+        if samples is not None and self.samples >= samples:
+            return True
+        if seconds is not None:
+            return self._clock.time_s() >= seconds
+        return samples is None
+
+    def _check_active(self, when: str) -> None:
+        if self._participation.wanted < 1:
+            raise UserCodeError(
+                f"{when}, but no worker takes part: it must call set_active_workers() with at least 1 before",
+                "",
+            )
+
+    @staticmethod
+    def _counted(samples: int | None) -> int:
+        if samples is None:
+            raise ConfigError(
+                "a drive goes by the number of samples in the model, and a stream does not count its samples: "
+                "leave out warm starts and waves, or wait for seconds"
+            )
+        return samples
+
+
+# ---- request service ---------------------------------------------------------------------
+# `RequestService`: answers the requests of workers. The workers' side is `client.requests`.
+
+
+class RequestService:
+    """Serves "assign", "ending", "take_over" and "shares".
+
+    Args:
+        context: see `CoordinatorContext`.
+    """
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+        self._replies = context.membership.replies
+        self._waiting: dict[Wakeup, None] = {}  # one for each request whose answer has to wait
+        context.endpoint.serve("assign", self._serve_assign, model=False)
+        context.endpoint.serve("ending", self._serve_ending, model=False)
+        context.endpoint.serve("take_over", self._serve_take_over, model=False)
+        context.endpoint.serve("shares", self._serve_shares, model=False)
+
+    def wake(self) -> None:
+        """Looks again at all requests whose answer has to wait."""
+        for wakeup in self._waiting:
+            wakeup.ring()
+
+    async def _serve_assign(self, stream: Stream) -> None:
+        request, who = v1.Ask.FromString(stream.opened.body), stream.opened.sender
+        self._context.carry_out(self._replies.measured(who, request))
+        await self._answer(stream, lambda: self._replies.assign(who, request, self._context.age_s()))
+
+    async def _serve_ending(self, stream: Stream) -> None:
+        request, who = v1.Ending.FromString(stream.opened.body), stream.opened.sender
+        self.wake()  # others may wait for this request
+        await self._answer(stream, lambda: self._replies.ending(who, request))
+
+    async def _serve_take_over(self, stream: Stream) -> None:
+        request, who = v1.TakeOver.FromString(stream.opened.body), stream.opened.sender
+        await self._answer(stream, lambda: self._replies.take_over(who, request))
+
+    async def _serve_shares(self, stream: Stream) -> None:
+        request, who = v1.Took.FromString(stream.opened.body), stream.opened.sender
+        self._context.carry_out(self._replies.took(who, request))
+        self.wake()  # others may wait for this request
+        await self._answer(stream, lambda: self._replies.shares(who, request))
+
+    async def _answer(
+        self,
+        stream: Stream,
+        decide: Callable[[], v1.Assigned | v1.Ended | v1.Shares | v1.TakenOver | Refuse | None],
+    ) -> None:
+        """Answers once there is a decision; until then tells the worker which others it waits for."""
+        who, wakeup, context = stream.opened.sender, Wakeup(), self._context
+        self._waiting[wakeup] = None
+        told_ns, told = 0, list[v1.Node]()
+        runtime, notice_s = context.runtime, context.deadlines.notice_s
+        try:
+            while (answer := decide()) is None:
+                others = context.membership.nodes.workers
+                if others is not told or runtime.left_s(told_ns, notice_s) <= 0:
+                    await stream.waiting(node.name for node in others if node.name != who)
+                    told_ns, told = runtime.now(), others
+                await wakeup.rung(runtime, notice_s)
+        finally:
+            del self._waiting[wakeup]
+        context.keeper.changed()
+        await context.keeper.durable()
+        if isinstance(answer, Refuse):
+            stream.refuse(answer.code, answer.message)
+            return
+        await stream.send(v1.Frame(body=v1.Body(data=answer.SerializeToString())))
+
+
+# ---- coordinator -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

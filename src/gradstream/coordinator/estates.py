@@ -22,14 +22,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gradstream.coordinator.instructions import Emit, Instruction, Notify
-from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.receipts import receipt_of, ref_of
+from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Notify
+from gradstream.coordinator.progress import receipt_of, ref_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.telemetry.events import SettledEvent
 from gradstream.wire import v1
-from gradstream.wire.parts import member_name, part_of
+from gradstream.wire.chunks import member_name, part_of
 
 
 @dataclass(slots=True)

@@ -9,12 +9,254 @@ as what a sum takes beyond half of the computing, behind which backprop hides it
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradstream.coordinator.links import CLEAR, Links, in_words
+from gradstream.codec import named
+from gradstream.codec.base import Codec
+
+# ---- links -------------------------------------------------------------------------------
+# `Links`: whether the links of a group are quick enough for its exchange, and if not, how to exchange instead.
+#
+# `report.links` gives that as advice after a run, and `link_choice` chooses by it between two phases of a run.
+#
+# The group has measured what a message costs, α + n·β seconds for n bytes, and the steps say how long a minibatch is
+# computed: c seconds on the slowest worker. For W workers and a gradient of n bytes, C of them encoded, an exchange
+# takes
+#
+#     summed          2α + 2(W - 1)/W·n·β         slices go to their owners, sums of them to all
+#     encoded         2α + 2(W - 1)/W·C·β         the same, encoded each time; for W = 2 once, α + C·β
+#     few numbers     ⌈lg W⌉α + (W - 1)·C·β       all parts go to all: `chunk-top-k`
+#
+# Workers that wait less than a quarter of c need no advice. Others are advised the local SGD that is soonest at an
+# accuracy, by what its minibatches cost, times how many of them it needs. For an exchange of x seconds every H
+# minibatches, d of which are computed during it (`delay`), that is
+#
+#     (c + max(0, x - d·c)/H) · m · (1 + (H/h)⁴)^(p/4) · (1 + 0.6 d/H)         m, h and p in `COMPRESSIONS`
+#
+# where d is ⌈x/c⌉, at most H/4, or 0. The second and all further factors are rough. They are those of three networks
+# over slow links (`docs/codecs.md`). At H = 20 one bit needed 1.10 to 1.23 times the minibatches of `float4`, `chunk-
+# top-k` with outer momentum 1.15 to 1.5 times, and a delay of a quarter 1.10 to 1.17 times. At H = 40 `float4` needed
+# 1.05 times those of H = 20. What loses more needs rounds: one of the networks took 2.2 times as many with one bit at
+# H = 55, and with `chunk-top-k` 1.4 times at H = 28 and 2.6 times at H = 55, the delay left out. So its minibatches
+# go with H at last, and with √H where little is lost. Of ways that cost alike, up to 5 %, the one that loses least is
+# taken, and the shortest H.
+#
+# H is no longer than a data epoch, with which rounds end, and at most 500; where the epoch would end with a short
+# round, it is another one by so much that all rounds of an epoch are alike. The time of encoding is left out. Whether
+# a model learns as well at such a period is for its user to see.
+
+ENOUGH = 0.25
+"""Seconds of waiting for each second of computing above which there is advice."""
+PARTS = 4
+"""Minibatches of a round for each that is delayed, at least."""
+LONGEST = 500
+"""The longest period."""
+DELAYED = 0.6
+"""How many more are needed for each part of a round that is delayed."""
+ALIKE = 1.05
+"""Cost over that of the cheapest way at which a way that loses less is taken."""
+SHORTER = 0.9
+"""Times a period, the shortest one in its place."""
+UNEVEN = 1.5
+"""Times that one worker computes longer than another, from which on it is said."""
+CLEAR = 4
+"""Seconds of a sum for each second of computing from which on one sum is enough to know, or none."""
+BITS = 8e-6
+"""Megabits of a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """What local SGD exchanges.
+
+    Args:
+        codec: name of the codec; None for none.
+        minibatches: m, for each that a way needs which loses nothing.
+        knee, power: h and p, with which more are needed for longer periods.
+        outer_momentum: of the strategy.
+        make: makes the codec.
+    """
+
+    codec: str | None
+    minibatches: float
+    knee: float
+    power: float
+    outer_momentum: float = 0.0
+    make: Callable[[], Codec] | None = None
+
+    def needed(self, every: int, delay: int) -> float:
+        """How many minibatches it needs to an accuracy, for each of allreduce."""
+        period = (1 + (every / self.knee) ** 4) ** (self.power / 4)
+        return float(self.minibatches * period * (1 + DELAYED * delay / every))
+
+
+COMPRESSIONS = (
+    Compression(None, 1.0, 40, 0.5),
+    Compression("int8", 1.0, 40, 0.5, make=named.int8),
+    Compression("float4", 1.0, 40, 0.5, make=named.float4),
+    Compression("one-bit", 1.02, 20, 0.75, make=named.one_bit),
+    Compression("chunk-top-k", 1.13, 20, 1.0, 0.5, named.chunk_top_k),
+)
+"""From what loses least to what loses most."""
+PERIODS = sorted({round(2 * 1.12**power) for power in range(49)} | {LONGEST})
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Local SGD as it suits some links.
+
+    Args:
+        every: H, minibatches of a round.
+        delay: those of them that are computed during the exchange.
+        codec: name of the codec; None for none.
+        outer_momentum: of the strategy.
+        exchange_s: seconds of an exchange.
+        wait_s: seconds that a worker waits, for each minibatch.
+        cost_s: seconds of a minibatch, times how many are needed for one of allreduce.
+    """
+
+    every: int
+    delay: int
+    codec: str | None
+    outer_momentum: float
+    exchange_s: float
+    wait_s: float
+    cost_s: float
+
+    @property
+    def options(self) -> str:
+        """On the command line."""
+        given = {"every": self.every, "delay": self.delay, "outer_momentum": self.outer_momentum}
+        sets = "".join(f" --set strategy.{name}={value}" for name, value in given.items() if value)
+        codec = "" if self.codec is None else f" --codec {self.codec}"
+        return f"--strategy local-sgd{sets}{codec}"
+
+    @property
+    def waits(self) -> str:
+        """What a worker waits for each minibatch, in words."""
+        return in_words(self.wait_s) if self.wait_s else "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What was measured.
+
+    Args:
+        workers: W.
+        elems: number of elements of the gradient.
+        alpha_s, beta_s_byte: α and β.
+        compute_s, wait_s: of a minibatch, on the worker that computes longest.
+        itemsize: bytes of an element; codecs need 4.
+        epoch: minibatches of a worker in a data epoch; None: not known.
+        spread: that worker's seconds of computing over those of the one that computes shortest.
+    """
+
+    workers: int
+    elems: int
+    alpha_s: float
+    beta_s_byte: float
+    compute_s: float
+    wait_s: float
+    itemsize: int = 4
+    epoch: int | None = None
+    spread: float = 1.0
+
+    @property
+    def sum_s(self) -> float:
+        """Seconds of an exchange without a codec."""
+        return summed_s(self.workers, self.alpha_s, self.beta_s_byte, self.itemsize * self.elems)
+
+    def exchange_s(self, way: Compression) -> float:
+        """Seconds of an exchange; infinite where the codec is refused."""
+        if way.make is None:
+            return self.sum_s
+        if self.itemsize != 4:
+            return math.inf
+        codec = way.make()
+        encoded = codec.encoded_bytes(self.elems)
+        if self.workers == 2 or not getattr(codec, "dense", False):
+            messages = math.ceil(math.log2(self.workers))
+            return messages * self.alpha_s + (self.workers - 1) * encoded * self.beta_s_byte
+        return summed_s(self.workers, self.alpha_s, self.beta_s_byte, encoded)
+
+    def advice(self) -> Advice:
+        """See the module."""
+        found = [one for way in COMPRESSIONS for one in self._periods(way)]
+        enough_s = ALIKE * min(one.cost_s for one in found)
+        return next(one for one in found if one.cost_s <= enough_s)
+
+    def _periods(self, way: Compression) -> Iterator[Advice]:
+        """A way with periods and delays, the shortest ones first."""
+        exchange_s, c = self.exchange_s(way), self.compute_s
+        if math.isinf(exchange_s):
+            return
+        hides = math.ceil(exchange_s / c)
+        periods = {one for one in PERIODS if self.epoch is None or one <= max(2, self.epoch)}
+        if self.epoch:
+            periods = {_alike(one, self.epoch) for one in periods}
+        for every in sorted(periods):
+            for delay in sorted({0, min(hides, every // PARTS)}):
+                wait_s = max(0.0, exchange_s - delay * c) / every
+                cost_s = (c + wait_s) * way.needed(every, delay)
+                yield Advice(every, delay, way.codec, way.outer_momentum, exchange_s, wait_s, cost_s)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether nothing is to be changed: workers wait little, or other ways cost as much."""
+        return self.wait_s <= ENOUGH * self.compute_s or self.compute_s + self.wait_s <= self.advice().cost_s
+
+    @property
+    def measured(self) -> str:
+        """What a minibatch takes, in words."""
+        return f"{self.computing} and {in_words(self.wait_s)} of waiting for each minibatch"
+
+    @property
+    def computing(self) -> str:
+        """How long a minibatch is computed, in words, and how much longer than on another worker."""
+        said = f"{in_words(self.compute_s)} of computing"
+        if self.spread < UNEVEN:
+            return said
+        return f'{said} on the slowest worker ({self.spread:.2g} times the fastest\'s: see shares="measured")'
+
+    @property
+    def speed(self) -> str:
+        """The bandwidth, in words."""
+        return f"{_short(BITS / self.beta_s_byte)} Mbit/s"
+
+    def sentence(self) -> str:
+        """The advice in words."""
+        if self.is_quick:
+            return self.measured
+        advice = self.advice()
+        return f"{self.measured}, at {self.speed}; {advice.options} would wait {advice.waits}"
+
+
+def _alike(every: int, epoch: int) -> int:
+    """A period with which an epoch has rounds of one length: a tenth shorter than `every`, or longer."""
+    rounds = max(1, epoch // every)
+    shorter, longer = math.ceil(epoch / (rounds + 1)), math.ceil(epoch / rounds)
+    return min(LONGEST, shorter if shorter >= SHORTER * every else longer)
+
+
+def summed_s(workers: int, alpha_s: float, beta_s_byte: float, size_bytes: int) -> float:
+    """Seconds in which workers sum a vector of so many bytes without a codec."""
+    return 2 * alpha_s + 2 * (workers - 1) / workers * size_bytes * beta_s_byte
+
+
+def in_words(seconds: float) -> str:
+    """Seconds with three digits: "16 ms"."""
+    return f"{_short(seconds)} s" if seconds >= 1 else f"{_short(1e3 * seconds)} ms"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+# ---- link choice -------------------------------------------------------------------------
 
 HIDDEN = 0.5
 """The part of a minibatch's computing behind which backprop hides a sum."""

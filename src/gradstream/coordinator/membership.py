@@ -1,14 +1,12 @@
 """The membership of a run, as a pure state machine: what happened goes in, instructions come out.
 
     what happens ──▶ Membership ──▶ instructions
-                         ├── `nodes.py`               which nodes are in, under which epoch
-                         ├── `admission.py`           which nodes may join
-                         ├── `gathering.py`           the beginning of the training
+                         ├── `nodes.py`               which nodes are in, under which epoch; refused gradients
+                         ├── `admission.py`           which nodes may join, and the beginning of the training
                          ├── `progress.py`            what is in the model
                          ├── `estates.py`             what lost workers had pushed without a receipt
-                         ├── `offences.py`            which workers' gradients are refused
                          ├── `participation.py`       which workers take part
-                         ├── `snapshot.py`            checkpoints
+                         ├── `snapshot_rounds.py`     checkpoints
                          ├── `resharding.py`          other shards for the parameters
                          ├── `phases.py`              the phase of the run, and its end
                          └── `assignment_replies.py`  answers to workers that ask what to do
@@ -22,21 +20,15 @@ from dataclasses import replace
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy
-from gradstream.coordinator.admission import Admission
+from gradstream.coordinator.admission import Admission, Gathering, LeftOut, StandIns
 from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
 from gradstream.coordinator.estates import Estates
-from gradstream.coordinator.gathering import Gathering
-from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
-from gradstream.coordinator.left_out import LeftOut
 from gradstream.coordinator.message_checks import MessageChecks
-from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.offences import Offences
+from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Notify, Offences, Refuse
 from gradstream.coordinator.phases import WHOLE, JobStretch, LossTolerance, Phases
-from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.receipts import ref_of
+from gradstream.coordinator.progress import SampleProgress, ref_of
 from gradstream.coordinator.resharding import Resharding
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
-from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError, NonFiniteError, PeerLostError
@@ -50,7 +42,7 @@ from gradstream.telemetry.events import (
 )
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
-from gradstream.wire.parts import member_name
+from gradstream.wire.chunks import member_name
 
 NAME_BYTES = 128
 MESSAGE_BYTES = 8192

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from gradstream.coordinator.receipts import ref_of
+from gradstream.coordinator.progress import ref_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import RefusedError

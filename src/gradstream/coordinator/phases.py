@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradstream.coordinator.instructions import Emit, Instruction, Notify
-from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Notify
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.run_clock import RunClock
+from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.telemetry.events import FailedEvent, PhaseEvent, StartedEvent, StoppedEvent

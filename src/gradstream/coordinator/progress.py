@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradstream.checkpoint.manifest import Resume
-from gradstream.coordinator.receipts import ref_of
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
@@ -14,6 +13,22 @@ from gradstream.data.reassignment import Epoch
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
 from gradstream.transport.methods import worker_rank
 from gradstream.wire import v1
+
+# ---- receipts ----------------------------------------------------------------------------
+# Receipts on the wire, and the minibatches that they name.
+
+
+def ref_of(receipt: v1.Receipt) -> BatchRef:
+    """Returns the minibatch that a receipt names."""
+    return BatchRef(receipt.epoch, receipt.partition, receipt.batch, receipt.more + 1)
+
+
+def receipt_of(ref: BatchRef) -> v1.Receipt:
+    """Returns the receipt for a minibatch."""
+    return v1.Receipt(epoch=ref.epoch, partition=ref.partition, batch=ref.batch, more=ref.count - 1)
+
+
+# ---- progress ----------------------------------------------------------------------------
 
 
 class SampleProgress:

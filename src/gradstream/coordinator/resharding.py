@@ -18,15 +18,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gradstream.coordinator.estates import Estates
-from gradstream.coordinator.instructions import Emit, Instruction, Notify
-from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Notify
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import ConfigError
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import ReshardEvent
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import Placement
 
 MOST_SHARDS = 1024
 """The most shards of a placement."""

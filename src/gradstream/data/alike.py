@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from gradstream.data.base import Dataset
-from gradstream.data.isolation import Isolated
-from gradstream.data.randomness import seeded
-from gradstream.model.batch import Batch, leaves_of
+from gradstream.data.isolation import Isolated, seeded
+from gradstream.model.base import Batch, leaves_of
 
 NUM_DRAWN = 8
 """Samples that are drawn, of those for training and of those held out."""

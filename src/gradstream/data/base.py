@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from gradstream.data.progress import DataProgress
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.data.arrays import check_ids
+from gradstream.data.arrays import check_ids, checksum_of
 from gradstream.data.base import Ids
-from gradstream.data.checksum import checksum_of
 from gradstream.data.image_cache import Bytes, ImageCache, open_cache
 from gradstream.data.plan import epoch_order
 from gradstream.data.sources import CALTECH101, cache_home, fetch, find, stored_at
 from gradstream.errors import ConfigError, DataError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 
 BACKGROUND = "BACKGROUND_Google"
 FOLDER = "101_ObjectCategories"

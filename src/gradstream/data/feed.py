@@ -8,7 +8,7 @@ from gradstream.data.base import BatchPlan, BatchRef, Dataset, Feed, Partitionin
 from gradstream.data.plan import EpochPlan, Order, PartitionPlan, RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import ConfigError, InternalError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 
 
 def plan_of(data: Dataset, spec: PartitionSpec) -> BatchPlan:

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.data.archive import is_inside
-from gradstream.data.lock import machine_lock
+from gradstream.data.download import machine_lock
+from gradstream.data.sources import is_inside
 from gradstream.errors import DataError
 from gradstream.runtime.event_log import disk_remedy
 

@@ -14,9 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.hands import Hands
+from gradstream.data.hands import AssignableBatches, Hands
 from gradstream.data.progress import DataProgress
-from gradstream.data.receipts import AssignableBatches
 from gradstream.errors import ConfigError, InternalError
 
 

@@ -28,12 +28,10 @@ from torch.utils.data import (
 )
 
 from gradstream.data.base import DEFAULT_BATCH_SIZE, BatchPlan, Dataset, Feed, Ids, PartitionSpec
-from gradstream.data.collated import check_targets
 from gradstream.data.feed import plan_samples
-from gradstream.data.isolation import Isolated
-from gradstream.data.mapped import MapDataset, SeededFeed, check_mapped, held_out_of
+from gradstream.data.isolation import Isolated, mixed, seeded, seeded_iterator
+from gradstream.data.mapped import MapDataset, SeededFeed, check_mapped, check_targets, held_out_of
 from gradstream.data.plan import EpochPlan, Order
-from gradstream.data.randomness import mixed, seeded, seeded_iterator
 from gradstream.data.read_ahead import ReadAhead, loader_like, with_own_tracebacks
 from gradstream.data.stream import StreamDataset, interleaved_part
 from gradstream.errors import ConfigError, DataError

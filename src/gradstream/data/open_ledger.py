@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
+from gradstream.data.hands import Receipts
 from gradstream.data.progress import DataProgress
 from gradstream.data.reassignment import Reassignment
-from gradstream.data.receipts import Receipts
 from gradstream.errors import InternalError
 
 BRIEF = 0.75

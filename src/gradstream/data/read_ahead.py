@@ -9,13 +9,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from gradstream.data.base import BatchRef
-from gradstream.data.collated import collated
-from gradstream.data.isolation import Isolated
-from gradstream.data.mapped import MapDataset, SeededFeed
+from gradstream.data.isolation import Isolated, mixed, seeded
+from gradstream.data.mapped import MapDataset, SeededFeed, collated
 from gradstream.data.plan import EpochPlan
-from gradstream.data.randomness import mixed, seeded
 from gradstream.errors import UserCodeError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 
 Loader = DataLoader[Any]
 

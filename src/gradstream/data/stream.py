@@ -16,12 +16,11 @@ from torch.utils.data import default_collate
 
 from gradstream.data.base import BatchPlan, BatchRef, Dataset, Feed, Ids, PartitionSpec
 from gradstream.data.batch_sequence import BatchSequence
-from gradstream.data.collated import check_targets, collated
-from gradstream.data.mapped import held_out_of
+from gradstream.data.isolation import seeded_iterator
+from gradstream.data.mapped import check_targets, collated, held_out_of
 from gradstream.data.progress import DataProgress, Run
-from gradstream.data.randomness import seeded_iterator
 from gradstream.errors import ConfigError, DataError, InternalError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 
 Stream = Callable[[int, int, int, int], Iterable[Any]]
 """A function (rank, world, epoch, seed) that returns batches."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gradstream.codec.base import Codec
-from gradstream.codec.dgc import DGC
 from gradstream.codec.feedback import EF21
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.codec.named import PARAMETER_CODECS
+from gradstream.codec.sparse import DGC
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
 from gradstream.optim.base import Optimizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.job.places import find_function, place_of, place_of_class
+from gradstream.job.code import find_function, place_of, place_of_class
 
 
 def describe(value: Any) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import TypeAlias, cast
 
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
+from gradstream.job.code import load_module, where_it_lies
 from gradstream.job.job import Job
-from gradstream.job.places import load_module, where_it_lies
 from gradstream.job.sources import file_of, sha256_of, working_directory
 from gradstream.model.base import Model
 

@@ -31,7 +31,7 @@ from gradstream.strategies.base import (
     Strategy,
 )
 from gradstream.transport.offers import CHOICES
-from gradstream.untrusted.names import check_name
+from gradstream.untrusted.text import check_name
 from gradstream.wire.chunks import ChunkMap
 
 

@@ -1,9 +1,7 @@
 """Makes a `Model` on one flat vector out of functions, a PyTorch module, JAX functions, or layers."""
 
-from gradstream.model.base import Layout, Model, Reduction, Slot
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout, Model, Reduction, Slot, finite
 from gradstream.model.buffers import average_buffers
-from gradstream.model.check import finite
 from gradstream.model.functions import FunctionsModel, from_functions
 from gradstream.model.jax_functions import JaxModel, from_jax
 from gradstream.model.layers import from_layers

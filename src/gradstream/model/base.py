@@ -9,16 +9,67 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
+from gradstream.errors import ConfigError, NonFiniteError
 from gradstream.memory import ALIGNMENT_BYTES
-from gradstream.model.batch import Batch
 from gradstream.runtime.base import Report
+
+# ---- batch -------------------------------------------------------------------------------
+# A batch, which a data set gives and a model takes, and the trees that its parts may be.
+
+Tree = Any
+"""A mapping, tuple (named or not) or list of trees, or a leaf: anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples to compute a gradient on.
+
+    Args:
+        inputs: an array or tensor, or a tree of them, samples along the first axis. Samples of
+            varying length come as a list with one array for each, or padded.
+        targets: arrays or tensors of the same kind; None if there are only inputs.
+        num_samples: number of samples; 0 where a worker has none in a round.
+        ids: the position of each sample in the data set; empty in a stream, whose samples have none.
+    """
+
+    inputs: Tree
+    targets: Tree
+    num_samples: int
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The same tree with `fn(leaf)` in the place of each leaf. Mappings become dicts."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(fn, branch) for key, branch in tree.items()}
+    if isinstance(tree, tuple):
+        branches = [map_leaves(fn, branch) for branch in tree]
+        return type(tree)(*branches) if hasattr(tree, "_fields") else tuple(branches)
+    if isinstance(tree, list):
+        return [map_leaves(fn, branch) for branch in tree]
+    return fn(tree)
+
+
+def leaves_of(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) in order. A path is the Python expression behind the tree's name: "['x'][0]"."""
+    if isinstance(tree, Mapping):
+        for key, branch in tree.items():
+            yield from leaves_of(branch, f"{path}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for index, branch in enumerate(tree):
+            yield from leaves_of(branch, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+# ---- base --------------------------------------------------------------------------------
 
 Reduction = Literal["mean", "sum"]
 """Whether a model's loss and gradient are the mean or the sum over a batch's samples."""
@@ -170,3 +221,69 @@ class Model(Protocol):
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """Parameters under the user's own names, as numpy views or copies."""
         ...
+
+
+# ---- check -------------------------------------------------------------------------------
+# Checks of a model's arguments, of its loss, and of vectors.
+
+
+def check_option(function: str, option: str, got: object, *names: str) -> None:
+    """Raises ConfigError unless an argument of a `from_...` function is one of these names."""
+    if got not in names:
+        expected = " or ".join(map(repr, names))
+        raise ConfigError(f"{function}: {option} is {got!r}; expected {expected}")
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass over the memory and without a temporary.
+
+    A sum is finite only if all its terms are, so the sum decides in nearly all cases. A sum that is not finite
+    may merely have overflowed; then each element is checked.
+    """
+    if math.isfinite(tensor.sum().item()):
+        return True
+    return bool(torch.isfinite(tensor).all().item())
+
+
+def length(tensor: torch.Tensor) -> float:
+    """Euclidean length; NaN or infinite if an element is, or where the sum of squares overflows the dtype.
+
+    One pass over the memory, without a temporary.
+    """
+    flat = tensor.flatten()
+    return math.sqrt(torch.dot(flat, flat).item())
+
+
+def usable(gradient: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite, and the sum of their squares is finite in the gradient's own dtype.
+
+    Norms and update rules with squares (Adam, Adagrad) need that. The norm of a usable float32 gradient is below
+    1.9e19, so sums of usable gradients do not overflow either.
+    """
+    return math.isfinite(length(gradient))
+
+
+def check_updated(vectors: Iterable[torch.Tensor], where: str, lr: float, step: int) -> None:
+    """Raises NonFiniteError unless parameters and state are finite after an update: a rate is too large.
+
+    Args:
+        vectors: parameters and state that the update has changed.
+        where: which part of them, in words.
+        lr: learning rate of the update.
+        step: number of the update.
+    """
+    if not all(map(finite, vectors)):
+        raise NonFiniteError(
+            f"update {step}, {where}: at learning rate {lr:g} a parameter, or the optimizer's state, has become NaN "
+            "or infinite, although no gradient was; lower the learning rate, or clip the gradient. The newest "
+            "checkpoint has the parameters before"
+        )
+
+
+def finite_loss(value: float) -> float:
+    """Raises NonFiniteError unless the loss is a finite number. Returns it."""
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
+        )
+    return value

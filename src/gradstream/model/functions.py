@@ -11,12 +11,9 @@ import numpy as np
 import torch
 
 from gradstream.errors import ConfigError, GradientError, UnknownNameError
-from gradstream.model.arrays import for_numpy, numpy_dtype
-from gradstream.model.base import Layout, Reduction, Slot
-from gradstream.model.batch import Batch
-from gradstream.model.check import check_option, finite_loss
+from gradstream.model.base import Batch, Layout, Reduction, Slot, check_option, finite_loss
+from gradstream.model.buffers import Tree, for_numpy, leaves, numpy_dtype, rebuild
 from gradstream.model.rows import RowGradient, Rows
-from gradstream.model.tree import Tree, leaves, rebuild
 from gradstream.runtime.base import Report
 
 Init = Callable[[int], Tree]

@@ -19,10 +19,8 @@ import numpy as np
 import torch
 
 from gradstream.errors import ConfigError, GradientError
-from gradstream.model.arrays import for_numpy
-from gradstream.model.base import Layout, Reduction
-from gradstream.model.batch import Batch
-from gradstream.model.check import check_option, finite_loss
+from gradstream.model.base import Batch, Layout, Reduction, check_option, finite_loss
+from gradstream.model.buffers import for_numpy
 from gradstream.runtime.base import Report
 
 Init = Callable[[int], Any]

@@ -18,12 +18,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradstream.errors import ConfigError
-from gradstream.model.base import Reduction
+from gradstream.model.base import Reduction, check_option
+from gradstream.model.buffers import Tree, leaves, rebuild
 from gradstream.model.built_module import put_tensor
-from gradstream.model.check import check_option
 from gradstream.model.jax_functions import import_jax, precision
 from gradstream.model.torch_module import TorchModel, from_torch
-from gradstream.model.tree import Tree, leaves, rebuild
 
 Layer = tuple[Callable[[int], Tree], Callable[..., Any]] | Callable[[Any], Any]
 

@@ -10,16 +10,12 @@ import torch
 from torch import nn
 
 from gradstream.errors import ConfigError, GradientError
-from gradstream.model.arrays import arrays_of, as_numpy, for_torch, set_tensor
 from gradstream.model.backprop import Backprop
-from gradstream.model.base import Layout, Reduction
-from gradstream.model.batch import Batch
-from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import Build, BuiltModule, build_module, trained_of
-from gradstream.model.check import check_option, finite_loss
+from gradstream.model.base import Batch, Layout, Reduction, check_option, finite_loss
+from gradstream.model.buffers import Buffers, arrays_of, as_numpy, for_torch, set_tensor
+from gradstream.model.built_module import Build, BuiltModule, Fixed, build_module, trained_of
 from gradstream.model.devices import seeded
 from gradstream.model.factors import FactoredLayer, FactorPairs
-from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 

@@ -10,10 +10,10 @@ from gradstream.pipeline.schedule import (
     StagePass,
     endless_schedule,
     make_schedule,
+    weight_versions,
 )
 from gradstream.pipeline.stash import StashedStages, WeightedStages, WeightStash
 from gradstream.pipeline.synthetic import SyntheticGradients
-from gradstream.pipeline.versions import weight_versions
 
 __all__ = [
     "FLUSHING",

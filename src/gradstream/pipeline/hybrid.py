@@ -31,7 +31,7 @@ import torch
 from gradstream.errors import UnknownNameError
 from gradstream.pipeline.executor import TensorChannel, TensorTransfer
 from gradstream.runtime.tasks import let_others_run
-from gradstream.split.hybrid import EVERYWHERE
+from gradstream.split.hybrid_model import EVERYWHERE
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
 Rows = tuple[int, int]

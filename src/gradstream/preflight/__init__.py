@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gradstream.job.job import Job, is_script
-from gradstream.preflight.base import CheckResult, carry_out, estimate, samples_per_s
+from gradstream.preflight.base import CheckResult, ScriptDryRun, carry_out, estimate, samples_per_s
 from gradstream.preflight.job import JobDryRun
-from gradstream.preflight.script import ScriptDryRun
 
 __all__ = ["CheckResult", "dry_run", "estimate", "samples_per_s"]
 

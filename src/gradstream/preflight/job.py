@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 
-from gradstream.checkpoint.model_file import load_file
+from gradstream.checkpoint.format import load_file
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import PreflightError
 from gradstream.job.job import Job, build_model
 from gradstream.machine.resources import free_memory_bytes
-from gradstream.model.base import Model
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Model
 from gradstream.preflight.base import Check, DryRun, by_role, count, estimate
-from gradstream.report.units import size_text, time_text
+from gradstream.report.charts import size_text, time_text
 from gradstream.run.planning import metrics_of
 from gradstream.run.result import Run
 

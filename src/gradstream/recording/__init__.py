@@ -13,8 +13,16 @@ from gradstream.recording.entries import (
     SnapshotReached,
     Summed,
 )
-from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogPart, LogReader, read_log
-from gradstream.recording.origin import differences, origin_of
+from gradstream.recording.log import (
+    FOLDER,
+    JOB_FILE,
+    Log,
+    LogPart,
+    LogReader,
+    differences,
+    origin_of,
+    read_log,
+)
 
 __all__ = [
     "FOLDER",

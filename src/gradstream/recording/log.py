@@ -11,16 +11,22 @@ A node that is killed leaves at most one incomplete block, at the end. The reade
 from __future__ import annotations
 
 import json
+import platform
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
+
+import torch
 
 from gradstream.errors import DataError
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
 from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import parse_json, say
+
+# ---- log ---------------------------------------------------------------------------------
 
 FOLDER = "recording"
 """Folder in a run directory; it has a folder for each part of a resumed run, named by the id of the part."""
@@ -190,3 +196,39 @@ def read_log(data: bytes, name: str) -> LogPart:
         )
     entries = [entry for block in blocks for entry in decode(block, name)]
     return LogPart(node, header, entries, reader.torn_bytes)
+
+
+# ---- origin ------------------------------------------------------------------------------
+# The packages, processor and threads that computed a run: besides the job, the bits of its result depend on them.
+
+PACKAGES = ("gradstream", "torch", "numpy")
+
+
+def origin_of(node: str, job: str) -> dict[str, Any]:
+    """The header of a node's recording: its name, its job, and the software and processor that it computed with."""
+    return {
+        "node": node,
+        "job": job,
+        "arithmetic": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in PACKAGES},
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The differences between two such sets of versions, such as "torch 2.12.0, here 2.13.0"."""
+    return [
+        f"{name} {then.get(name, 'unknown')}, here {now.get(name, 'unknown')}"
+        for name in {**then, **now}
+        if then.get(name) != now.get(name)
+    ]

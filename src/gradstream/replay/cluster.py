@@ -23,8 +23,7 @@ from gradstream.errors import DivergedError
 from gradstream.replay.membership import ReplayedMember, ReplayedMembers
 from gradstream.replay.recorded_run import RecordedRun
 from gradstream.replay.schedule import ReplaySchedule
-from gradstream.replay.update import ReplayedUpdate
-from gradstream.replay.update_assembler import UpdateAssembler
+from gradstream.replay.update import ReplayedUpdate, UpdateAssembler
 from gradstream.run.nodes import worker_config
 from gradstream.run.plan import shard_name
 from gradstream.run.shard import shard_config

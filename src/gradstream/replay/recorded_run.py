@@ -26,12 +26,11 @@ from gradstream.recording import (
 from gradstream.run.files import read_record
 from gradstream.run.plan import RunPlan, shard_name, worker_name
 from gradstream.run.planning import plan_run
-from gradstream.run.reopen import described, job_of_run
-from gradstream.run.result import Run
+from gradstream.run.result import Run, described, job_of_run
 from gradstream.runtime.base import Storage
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.wire import v1
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import Placement
 from gradstream.worker.evaluation import EvaluationPlan
 
 Parts = Mapping[str, LogPart]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gradstream.report.figures import RunFigures
+from gradstream.report.figures import RunFigures, ShardFigures
 from gradstream.report.worker_figures import WorkerFigures
+
+# ---- cause -------------------------------------------------------------------------------
 
 NOTABLE = 0.15
 """A smaller share of the workers' time is not mentioned."""
@@ -95,3 +98,245 @@ def share_for(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float:
     others = [worker for worker in workers if worker is not one]
     total_s = sum(worker.total_s for worker in others)
     return sum(waited_for(worker, {one.name}) for worker in others) / total_s if total_s else 0.0
+
+
+# ---- exchanging --------------------------------------------------------------------------
+# Reasons why the exchange takes long: the network of one worker, tiny chunks, a shard, or the carrier.
+
+ALONE = 0.7
+"""Share of the waiting for a worker that must lie after the arrival of all others, for it alone to be late."""
+TINY_BYTES = 1 << 16
+"""A smaller chunk costs more time for its message than for its bytes."""
+MANY = 64
+"""Fewer chunks than these cost little, however small they are."""
+MESSAGE_S = 1e-3
+"""If workers wait longer for each tiny chunk, not the number of messages is slow but the network."""
+ITEMSIZE_BYTES = 4
+LONGER = "a longer period between exchanges (push_every, fetch_every)"
+
+
+def for_network_of_one(run: SlowRun, shards: set[str]) -> Reason | None:
+    """The reason is one worker whose contributions come so much later than all others' as the others wait for it.
+
+    If all workers share a link, the last one comes later by no more than its own transfer.
+    """
+    workers = run.workers
+    caused = {one.name: share_for(one, workers) for one in workers}
+    worst = max(workers, key=lambda one: caused[one.name])
+    waited_s = [waited_for(worker, {worst.name}) for worker in workers if worker is not worst]
+    late_s = run.figures.late_s.get(worst.name, 0.0)
+    if caused[worst.name] < NOTABLE or late_s < ALONE * statistics.mean(waited_s):
+        return None
+    return Reason(
+        "late worker",
+        f"{worst.name} computes as fast as the others, but its pushes come late; "
+        f"the others waited {caused[worst.name]:.0%} of their time for it.",
+        f"Look at the network of {worst.name}, which waited "
+        f"{waited_for(worst, shards) / worst.total_s:.0%} of its own time for the exchange.",
+        worst.name,
+    )
+
+
+def for_exchange(run: SlowRun, share: float) -> Reason:
+    """The reason why workers wait for the exchange, and not for the computing of others.
+
+    Args:
+        run: the run.
+        share: share of the workers' time for which they wait, 0 to 1.
+    """
+    figures = run.figures
+    busy = {shard.name: _busy(shard, figures.seconds, run.processes) for shard in figures.shards}
+    busiest = max(busy, key=lambda name: busy[name], default="")
+    cpu_s = math.fsum(node.cpu_s for node in figures.nodes) if run.processes else 0.0
+    if run.cores and figures.seconds and cpu_s >= FULL * run.cores * figures.seconds:
+        return Reason(
+            "machine",
+            f"The machine is full: its {run.cores} cores are busy all the time, and computing shares them with "
+            f"the exchange, for which the workers waited {share:.0%} of their time.",
+            f"Fewer workers on this machine, {LONGER}, or another machine.",
+        )
+    moved_bytes = _moved_bytes(figures)
+    tiny = _for_chunks(figures, share * run.total_s, share, moved_bytes)
+    if tiny is not None:
+        return tiny
+    if busy.get(busiest, 0.0) >= BUSY:
+        return Reason(
+            "server",
+            f"{busiest} is busy {busy[busiest]:.0%} of the time with updates; the workers waited {share:.0%} "
+            "of their time for the parameter server.",
+            f"More shards (servers={len(figures.shards) + 1}), or {LONGER}.",
+            busiest,
+        )
+    steps = sum(worker.steps for worker in run.workers)
+    beside = f", while the busiest shard computed only {busy[busiest]:.0%} of the time" if busy else ""
+    waited = f"the workers waited {share:.0%} of their time for the exchange"
+    return _for_carrier(figures, f"{waited}, {moved_bytes / steps / 1e6:,.3g} MB a step{beside}.")
+
+
+def _for_carrier(figures: RunFigures, waited: str) -> Reason:
+    """The reason is the carrier, since no other one is left."""
+    carriers = sorted({carrier for node in figures.nodes for carrier in node.carriers})
+    in_place = str(figures.summary.get("group") or "").startswith("shared")
+    if in_place or carriers == ["shm"]:
+        fewer = f"{LONGER[:1].upper()}{LONGER[1:]}, or fewer workers on this machine."
+        return Reason("memory", f"Shared memory, and no network: {waited}", fewer)
+    if len(figures.hosts) == 1:
+        by = f" (carrier {', '.join(carriers)})" if carriers else ""
+        faster = 'carrier="auto", which takes shared memory inside a machine where the system has it'
+        return Reason("loopback", f"This machine's own sockets{by}: {waited}", f"{faster}; or {LONGER}.")
+    return Reason("network", f"The network: {waited}", f"A faster network, or {LONGER}.")
+
+
+def _for_chunks(figures: RunFigures, waited_s: float, share: float, moved_bytes: int) -> Reason | None:
+    """The reason is that chunks are so small that each costs a message and not its bytes; None if they are not."""
+    elems, total = figures.summary.get("chunk_elems"), figures.summary.get("num_parameters")
+    if not figures.shards or not elems or not total:
+        return None
+    size_bytes, count = ITEMSIZE_BYTES * elems, -(-total // elems)
+    if size_bytes >= TINY_BYTES or count < MANY or waited_s > MESSAGE_S * moved_bytes / size_bytes:
+        return None
+    return Reason(
+        "chunks",
+        f"Chunks are tiny: the parameters go as {count:,} chunks of {size_bytes:,} bytes, and each costs a "
+        f"message; the workers waited {share:.0%} of their time for them.",
+        "A larger chunk_elems: None chooses it.",
+    )
+
+
+def _moved_bytes(figures: RunFigures) -> int:
+    if figures.links:
+        return sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
+    # A group of workers reports its bytes, but not by pair of workers.
+    return int(figures.summary.get("pushed_bytes", 0))
+
+
+def _busy(shard: ShardFigures, seconds: float, processes: bool) -> float:
+    """The share of its time for which a shard computes; a process that fills a core computes all the time."""
+    if seconds <= 0:
+        return 0.0
+    cpu = shard.cpu_s / seconds if processes else 0.0
+    return min(1.0, cpu) if cpu >= FULL else min(1.0, shard.apply_s / seconds)
+
+
+# ---- host --------------------------------------------------------------------------------
+# Reasons for slow gradients that lie in the machine: other processes use its cores, or its disk is slow.
+#
+# Of the wall time of a gradient, the part that is not CPU time goes into reading samples, waiting for a core, or
+# waiting for something else. Linux reports how long a thread waited for a core (`queued_s`); on other systems the
+# load of the machine takes its place.
+#
+#     reading          the data set, or the disk below it, is slow
+#     a core           the nodes of this run are too many; or other processes use the cores
+#     something else   a device, a lock, paging
+
+MOST = 0.5
+"""A cause has to explain this share of the lost time."""
+CROWDED = 1.5
+"""Threads per core. From this load on, cores are missing, if the system does not report how long threads waited."""
+
+
+def lost_share(workers: Sequence[WorkerFigures]) -> float:
+    """The share of its gradients' time in which a worker neither computed nor read: the median of the workers."""
+    return statistics.median(one.lost_s / one.compute_s if one.compute_s else 0.0 for one in workers)
+
+
+def for_slow_worker(run: SlowRun, one: WorkerFigures, slowness: float, about: str) -> Reason | None:
+    """Finds why a worker's machine makes the worker slower than the others; None if the machine is not the cause.
+
+    Args:
+        run: the run.
+        one: the slow worker.
+        slowness: ratio of its time to the median worker's, > 1.
+        about: text that says how slow the worker is, for the begin of the sentence.
+    """
+    excess_s = one.compute_s * (1 - 1 / slowness)
+    if one.lost_s >= MOST * excess_s:
+        return for_cores(run, [one], about)
+    if one.read_s >= MOST * excess_s:
+        return for_reading([one], about)
+    return None
+
+
+def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
+    """Says that reading samples takes long.
+
+    Args:
+        workers: workers that spend much of their time reading.
+        about: if the reason is about one slow worker, text that says how slow it is; "" for all workers.
+    """
+    read_s = math.fsum(one.read_s for one in workers)
+    share, whose = read_s / math.fsum(one.total_s for one in workers), "its" if about else "the workers'"
+    text = f"reading samples takes {share:.0%} of {whose} time ({read_s:,.1f} s)"
+    return Reason(
+        "reading",
+        _sentence(about, f"{text}: the data set, or the disk below it, is slow"),
+        "Samples in one file (an array, a memory map) that fits into memory, a faster disk, or less work for "
+        "each sample in the data set.",
+        workers[0].name if about else "",
+    )
+
+
+def for_cores(run: SlowRun, workers: Sequence[WorkerFigures], about: str = "") -> Reason:
+    """Finds why workers take much longer for a gradient than the CPU time that they use for it.
+
+    Args:
+        run: the run.
+        workers: workers whose gradients take much longer than their CPU time.
+        about: see `for_reading`.
+    """
+    compute_s = math.fsum(one.compute_s for one in workers)
+    cpu_s = math.fsum(one.cpu_s or 0.0 for one in workers)
+    had = f"gradients took {compute_s:,.1f} s, and computed for {cpu_s:,.1f} s of them"
+    used, cores = _used(run.figures, workers), run.cores or workers[0].cores
+    kind: Kind
+    if not run.processes:
+        kind, text = (
+            "machine",
+            f"the nodes are threads of one process, and compute one after the other: {had}",
+        )
+        remedy = "A job file: its nodes are processes (`gradstream new` writes one)."
+    elif cores and used is not None and used >= FULL * cores:
+        kind, text = "machine", f"the machine is full: this run keeps its {cores} cores busy; {had}"
+        remedy = "Fewer workers on this machine, or another machine."
+    elif not _waited_for_cores(workers):
+        kind, text = "blocked", f"gradients wait, and not for a core: {had}{_load(workers, used)}"
+        remedy = (
+            "Look in the model and the data set for a call that blocks: a device, a lock, a sleep; or memory that "
+            "is full, so that pages are read back from the disk."
+        )
+    else:
+        kind, text = "busy host", f"other processes hold the cores: {had}{_load(workers, used)}"
+        remedy = (
+            "End the other processes (`top` shows them), or run where there are none; in a container, raise its "
+            "share of the processor."
+        )
+    return Reason(kind, _sentence(about, text), remedy, workers[0].name if about else "")
+
+
+def _waited_for_cores(workers: Sequence[WorkerFigures]) -> bool:
+    queued = [one.queued_s for one in workers if one.queued_s is not None]
+    if queued:
+        return math.fsum(queued) >= MOST * math.fsum(one.lost_s for one in workers)
+    return any(one.load and one.cores and one.load >= CROWDED * one.cores for one in workers)
+
+
+def _used(figures: RunFigures, workers: Sequence[WorkerFigures]) -> float | None:
+    """Number of cores that the nodes of this run used on the machines of these workers; None if unknown."""
+    names = {one.name for one in workers}
+    hosts = {node.host for node in figures.nodes if node.name in names}
+    nodes = [node.cpu_s for node in figures.nodes if node.host in hosts]
+    return math.fsum(nodes) / figures.seconds if nodes and figures.seconds else None
+
+
+def _load(workers: Sequence[WorkerFigures], used: float | None) -> str:
+    """A clause: "; the machine's load was 14.2 on 2 cores, of which this run used 0.3"."""
+    most = max(workers, key=lambda one: one.load or 0.0)
+    if most.load is None:
+        return ""
+    on = f" on {most.cores} cores" if most.cores else ""
+    run = f", of which this run used {used:.1f}" if used is not None and on else ""
+    return f"; the machine's load was {most.load:.1f}{on}{run}"
+
+
+def _sentence(about: str, why: str) -> str:
+    return f"{about}; {why}." if about else f"{why[:1].upper()}{why[1:]}."

@@ -6,8 +6,50 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 
-from gradstream.report.units import value_text
+# ---- units -------------------------------------------------------------------------------
+# Figures as text, with their units.
+
+
+def size_text(size_bytes: float) -> str:
+    """A size as text, in powers of 1000: 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size_bytes) < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"
+
+
+def time_text(seconds: float) -> str:
+    """A duration as text: 420 µs, 3.1 ms, 2.50 s, 12 min 5 s, 3 h 20 min."""
+    if seconds == 0:
+        return "0 s"
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} µs"
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def count_text(count: float) -> str:
+    """A count as text: 950, 12.3k, 4.5M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(count) >= limit:
+            return f"{count / (1000 if unit == 'k' else limit):.3g}{unit}"
+    return f"{count:,.4g}"
+
+
+def value_text(value: float) -> str:
+    """A number as text, of four digits: 0.01234, 1,234."""
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+# ---- charts ------------------------------------------------------------------------------
 
 Points = Sequence[tuple[float, float]]
 
@@ -210,4 +252,61 @@ def _svg(parts: Iterable[str], width: float, height: float, title: str, kind: st
     return (
         f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
         f'role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    )
+
+
+# ---- picture -----------------------------------------------------------------------------
+# A chart of the report as a picture of its own: an SVG file that follows the reader's choice of light or dark.
+
+KEYS = 16
+"""Height of the line below the chart that says what its colours mean."""
+
+EDGE = 8
+"""Room at the left and right of that line."""
+
+SMALL = "text { font: 7px system-ui, sans-serif; fill: var(--quiet) } .line { stroke-width: 1 }"
+
+
+MARK, GAP, CHARACTER = 12, 4, 3.6
+"""Width of the mark of a key, of the gaps beside it, and of a character of its text."""
+
+
+def legend(keys: Mapping[str, str]) -> list[str]:
+    """The marks and texts of the line, none over another.
+
+    Readers have fonts of different widths, so each text is set to a width of its own, which its number of letters says.
+    """
+    letters = sum(map(len, keys.values()))
+    room = WIDTH - 2 * EDGE - len(keys) * (MARK + 2 * GAP)
+    each = min(CHARACTER, room / max(1, letters))
+    parts, x, y = list[str](), float(EDGE), HEIGHT + 5
+    for style, text in keys.items():
+        long = each * len(text)
+        parts.append(f'<line class="line {style}" x1="{x:g}" y1="{y}" x2="{x + MARK:g}" y2="{y}"/>')
+        parts.append(
+            f'<text x="{x + MARK + GAP:g}" y="{y + 2.5}" textLength="{long:.4g}" lengthAdjust="spacingAndGlyphs">'
+            f"{escape(text)}</text>"
+        )
+        x = round(x + MARK + 2 * GAP + long, 1)
+    return parts
+
+
+def picture(chart: str, keys: Mapping[str, str], told: str) -> str:
+    """The text of the file.
+
+    Args:
+        chart: as `charts.line_chart` makes it.
+        keys: by style of the chart, what it stands for.
+        told: description of the picture for screen readers.
+    """
+    css = resources.files("gradstream.report").joinpath("page.css").read_text()
+    colours, _, rest = css.partition("* {")
+    drawn = [line for line in rest.splitlines() if line.startswith((".grid", ".line", ".c0"))]
+    parts = [chart, *legend(keys)]
+    wide, high, style = WIDTH, HEIGHT + KEYS, "\n".join([colours, *drawn, SMALL])
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img" '
+        f'aria-label="{escape(told)}">\n<style>\n{style}\n</style>\n'
+        f'<rect width="{wide}" height="{high}" rx="4" style="fill:var(--card)"/>\n{body}\n</svg>\n'
     )

@@ -23,10 +23,21 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from gradstream.report.cause import NOTABLE, SLOWER, Reason, SlowRun, share_for, waited_for
-from gradstream.report.exchanging import for_exchange, for_network_of_one
+from gradstream.report.cause import (
+    NOTABLE,
+    SLOWER,
+    Reason,
+    SlowRun,
+    for_cores,
+    for_exchange,
+    for_network_of_one,
+    for_reading,
+    for_slow_worker,
+    lost_share,
+    share_for,
+    waited_for,
+)
 from gradstream.report.figures import RunFigures
-from gradstream.report.host import for_cores, for_reading, for_slow_worker, lost_share
 from gradstream.report.worker_figures import WorkerFigures
 
 OF_CORES = ("busy host", "machine")

@@ -10,12 +10,20 @@ from html import escape
 from typing import Any
 
 from gradstream.report import curves
-from gradstream.report.charts import Curve, histogram, line_chart, shares, sparkline
+from gradstream.report.charts import (
+    Curve,
+    count_text,
+    histogram,
+    line_chart,
+    shares,
+    size_text,
+    sparkline,
+    time_text,
+    value_text,
+)
 from gradstream.report.figures import LinkFigures, RunFigures
 from gradstream.report.lanes import Styles
-from gradstream.report.staleness import MEMORY, StalenessRow
-from gradstream.report.uneven import quorums, shares_table
-from gradstream.report.units import count_text, size_text, time_text, value_text
+from gradstream.report.staleness import MEMORY, StalenessRow, quorums, shares_table
 from gradstream.report.worker_figures import WorkerFigures
 from gradstream.telemetry.events import EventDict
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import TypedDict
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, TypedDict
 
 from gradstream.report.grouped import attributed
 from gradstream.telemetry.events import EventDict
+
+# ---- straggler ---------------------------------------------------------------------------
 
 SLOWER = 1.5
 NOTABLE = 0.1
@@ -75,3 +78,93 @@ def straggler_text(straggler: Straggler | None) -> str:
         return ""
     who, slower, waited_s = straggler["who"], straggler["slower"], straggler["waited_s"]
     return f"{who} is {slower:.1f} × slower; the others waited {waited_s:,.1f} s for it"
+
+
+# ---- worth -------------------------------------------------------------------------------
+# Whether the machines of a run train it faster than one of them alone would, from its first minute.
+
+LOOK_S = 60.0
+"""How long a run goes on before it is judged, from the end of its first step."""
+
+LEAST_STEPS = 8
+"""Steps of each worker before that: the first ones of a process are slow."""
+
+AHEAD = 1.1
+"""So many times faster one machine has to be, to be named."""
+
+
+class Worth:
+    """Judges a run over several machines once: it compares samples/s with what the best machine computes in a second.
+
+    A machine alone would wait for nobody. So its rate is Σ over its workers of samples / seconds in gradients, which
+    these workers have measured beside each other. A run that loses a node, or begins another phase, is judged by the
+    minute after that.
+    """
+
+    def __init__(self) -> None:
+        self._machine: dict[str, str] = {}  # by worker; "" is the launcher's
+        self._workers = 0
+        self._strategy = ""
+        self._over = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._samples: Counter[str] = Counter()
+        self._computed_s: defaultdict[str, float] = defaultdict(float)
+        self._steps: Counter[str] = Counter()
+        self._began_s = 0.0
+
+    def note(self, event: Mapping[str, Any]) -> str:
+        """Takes an event of the run. Returns what to tell the user; "" for nothing."""
+        if event["event"] == "machine" and event["state"] == "joined":
+            self._machine |= dict.fromkeys(event["nodes"], event["who"])
+        elif event["event"] in ("started", "phase"):
+            self._workers, self._strategy = int(event["workers"]), str(event["strategy"])
+            self._begin()
+        elif event["event"] == "left":
+            self._begin()
+        elif event["event"] == "step" and not self._over:
+            return self._step(event)
+        return ""
+
+    def _step(self, event: Mapping[str, Any]) -> str:
+        who, now_s = event["node"], event["time_s"]
+        self._steps[who] += 1
+        if self._steps[who] == 1:  # it has compiled, and filled caches
+            self._began_s = max(self._began_s, now_s)
+            return ""
+        self._samples[who] += event["samples"]
+        self._computed_s[who] += event["compute_s"]
+        enough = len(self._steps) >= self._workers and min(self._steps.values()) > LEAST_STEPS
+        if not enough or now_s < self._began_s + LOOK_S:
+            return ""
+        self._over = True
+        return self._judged(now_s - self._began_s)
+
+    def _judged(self, seconds: float) -> str:
+        alone: defaultdict[str, float] = defaultdict(float)
+        for who, computed_s in self._computed_s.items():
+            if computed_s > 0:
+                alone[self._machine.get(who, "")] += self._samples[who] / computed_s
+        together = self._samples.total() / seconds
+        if len(alone) < 2 or max(alone.values()) < AHEAD * together:
+            return ""
+        machine, rate = max(alone.items(), key=itemgetter(1))
+        waits = 1 - sum(self._computed_s.values()) / (seconds * len(self._computed_s))
+        return (
+            f"this run is slower than one machine: {together:,.0f} samples/s together, and {machine or 'this machine'} "
+            f"alone would do {rate:,.0f}; workers wait {waits:.0%} of the time for one another and the network. "
+            + (
+                "Larger minibatches or a longer period would help"
+                if self._strategy in _RARE
+                else "Larger minibatches would help, or a strategy that exchanges less often: local-sgd, or auto, "
+                "which measures; in a loop of your own parameter-averaging"
+            )
+        )
+
+
+_RARE = (
+    *("local-sgd", "diloco", "async-diloco", "streaming-diloco", "gossip", "noloco", "push-sum"),
+    *("eamsgd", "elastic-averaging", "parameter-averaging"),
+)
+"""Strategies that exchange after many minibatches."""

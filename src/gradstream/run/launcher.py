@@ -24,22 +24,19 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.job.job import Job, is_script
-from gradstream.run.ending import Ending
 from gradstream.run.failures import EndedNodes, failed_event, how_ended
-from gradstream.run.followed_events import FollowedEvents
+from gradstream.run.followed_events import Ending, FollowedEvents
 from gradstream.run.local import NODE, SCRIPT, Cluster
-from gradstream.run.local.signals import StopSignals, stop_signal
-from gradstream.run.losses import losses_of_all
+from gradstream.run.local.environment import StopSignals, stop_signal
+from gradstream.run.losses import ShardChanges, losses_of_all
 from gradstream.run.plan import RunPlan, worker_name
 from gradstream.run.preparation import LaunchOptions, Preparation
 from gradstream.run.records import add_to_run_json
-from gradstream.run.reshards import ShardChanges
 from gradstream.run.restarts import Comebacks, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.runtime.event_log import disk_error
-from gradstream.transport.credentials import Credentials
-from gradstream.transport.proof import new_secret
+from gradstream.transport.proof import Credentials, new_secret
 from gradstream.untrusted import pass_on, say, tell
 
 if TYPE_CHECKING:

@@ -22,28 +22,25 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
+from gradstream.checkpoint.snapshot import Carried
 from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, RunStoppedError
 from gradstream.coordinator.client.member import PhaseOverError
 from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.coordinator.relay import Relay
-from gradstream.coordinator.run_clock import RunClock
-from gradstream.data.lock import machine_lock
+from gradstream.coordinator.relay import Relay, RunClock
+from gradstream.data.download import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.code import run_kept
 from gradstream.job.job import Job, build_model
-from gradstream.run.local.environment import SWITCH_INTERVAL_S
-from gradstream.run.local.node_log import show_warnings
-from gradstream.run.local.signals import stop_signal
-from gradstream.run.losses import losses_of
+from gradstream.run.local.environment import SWITCH_INTERVAL_S, stop_signal
+from gradstream.run.local.forkserver import show_warnings
+from gradstream.run.losses import follow_requests, losses_of, take_request
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import build_replica
-from gradstream.run.phases import PhaseLeader, run_phases
+from gradstream.run.place import PhaseLeader, run_phases
 from gradstream.run.plan import RunPlan
-from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime
@@ -206,7 +203,7 @@ async def _run(
 ) -> int:
     # Not with this module: it takes 0.05 s, and the launcher has no need of it.
     from gradstream.transport.carriers import make_endpoint, make_memory
-    from gradstream.transport.credentials import Credentials
+    from gradstream.transport.proof import Credentials
     from gradstream.transport.security import Tls
 
     job, name = plan.job, given.name

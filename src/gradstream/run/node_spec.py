@@ -51,7 +51,7 @@ class NodeSpec:
         meeting: host:port at which the script's own torch.distributed meets; "" if torchrun or another
             launcher has started the script.
         imports: where the launcher imports the user's modules from; see `users_folder`.
-        seal: what shows that this user's gradstream wrote it; see `run/seals.py`.
+        seal: what shows that this user's gradstream wrote it; see `run/launches.py`.
     """
 
     id: str

@@ -14,16 +14,14 @@ from typing import cast
 import numpy as np
 
 from gradstream._version import __version__
-from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.policy import Policy
-from gradstream.collectives.buckets import Buckets
+from gradstream.checkpoint.snapshot import Carried
 from gradstream.collectives.factory import form_group
-from gradstream.collectives.group import slice_of
+from gradstream.collectives.group import Buckets, slice_of
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import BatchDistribution
-from gradstream.coordinator.balance import ShareBalance
+from gradstream.coordinator.assignment_replies import BatchDistribution, ShareBalance
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
@@ -33,23 +31,22 @@ from gradstream.coordinator.link_choice import Chosen
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import JobStretch, PhasePlace
-from gradstream.coordinator.run_clock import RunClock
+from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, build_model
-from gradstream.job.optimizer_text import optimizer_of_text
+from gradstream.job.overrides import optimizer_of_text
 from gradstream.job.registry import name_of
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Replace
 from gradstream.pipeline.hybrid import Hybrid
-from gradstream.pipeline.schedule import STREAMING, make_schedule
+from gradstream.pipeline.schedule import STREAMING, check_streaming, make_schedule
 from gradstream.pipeline.synthetic import SyntheticGradients
-from gradstream.pipeline.versions import check_streaming
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
@@ -61,15 +58,14 @@ from gradstream.telemetry.events import PhaseEvent, StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.untrusted import say
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.dtypes import itemsize_bytes
-from gradstream.wire.parts import part_map_of, part_of, role_of_part
+from gradstream.wire.chunks import ChunkMap, part_map_of, part_of, role_of_part
+from gradstream.wire.frames import itemsize_bytes
 from gradstream.worker.config import Split, WorkerConfig
 from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import OwnData
 from gradstream.worker.node import WorkerNode
+from gradstream.worker.parts.channel import check_encodable
 from gradstream.worker.parts.node import PartNode
-from gradstream.worker.parts.value_forms import check_encodable
 from gradstream.worker.replica.updater import UpdateRule
 
 # ---- coordinator ------------------------------------------------------------------------

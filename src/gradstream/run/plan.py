@@ -11,10 +11,10 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.codec.named import of_parameters
+from gradstream.coordinator.early_ends import VarianceTest
 from gradstream.coordinator.link_choice import LinkChoice
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.stopping import Until
-from gradstream.coordinator.variance_test import VarianceTest
 from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
@@ -31,8 +31,7 @@ from gradstream.job.phase_jobs import AUTO, MEASURES
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup
-from gradstream.optim.merge import Outer, Replace
-from gradstream.optim.pass_sum import PassSum
+from gradstream.optim.merge import Outer, PassSum, Replace
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import (
@@ -42,8 +41,13 @@ from gradstream.strategies.base import (
     Strategy,
 )
 from gradstream.transport.base import Identity
-from gradstream.wire.chunks import CHUNK_ELEMS, MAX_CHUNK_ELEMS, parted_chunk_elems, shared_chunk_elems
-from gradstream.wire.parts import member_name
+from gradstream.wire.chunks import (
+    CHUNK_ELEMS,
+    MAX_CHUNK_ELEMS,
+    member_name,
+    parted_chunk_elems,
+    shared_chunk_elems,
+)
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.loop import OwnData
 from gradstream.worker.registration import whole_layout_of

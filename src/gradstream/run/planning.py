@@ -13,10 +13,10 @@ from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
+from gradstream.job.code import find_function
 from gradstream.job.codec import check_codec, check_fetch_codec
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
-from gradstream.job.places import find_function
 from gradstream.job.registry import find_codec, find_optimizer, find_strategy
 from gradstream.job.split import check_micro_batches, check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole

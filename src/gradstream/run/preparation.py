@@ -17,9 +17,7 @@ from gradstream.machine.resources import allow_open_files, free_memory_bytes
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import Cluster, LocalCluster, ThreadCluster
-from gradstream.run.local.environment import hash_seed, node_environment
-from gradstream.run.local.ranks import hold_port
-from gradstream.run.local.signals import StopSignals
+from gradstream.run.local.environment import StopSignals, hash_seed, hold_port, node_environment
 from gradstream.run.node import run_node
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import RunPlan
@@ -27,7 +25,7 @@ from gradstream.run.records import write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.runtime.event_log import disk_error, disk_remedy
-from gradstream.transport.credentials import Credentials
+from gradstream.transport.proof import Credentials
 from gradstream.untrusted import say
 
 OnAddress = Callable[[Path, str, Sequence[str]], None]

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from gradstream.checkpoint.model_file import load_file, save
+from gradstream.checkpoint import newest, verify
+from gradstream.checkpoint.folder import FOLDER
+from gradstream.checkpoint.format import load_file, save
 from gradstream.data.base import Dataset
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, DataError
+from gradstream.job.code import changed, kept_code, users_code
+from gradstream.job.job import Job, build_model
 from gradstream.model.base import Model
 from gradstream.model.buffers import with_buffers
-from gradstream.report.notebook import run_html
-from gradstream.report.page import PageSource, page
+from gradstream.report.page import PageSource, page, run_html
 from gradstream.report.staleness import By, Staleness, staleness_by
+from gradstream.report.story import Status, status_of
 from gradstream.report.straggler import straggler_text
 from gradstream.report.summary import evaluations_of, history_of, summary_of
-from gradstream.report.trace import trace_json
-from gradstream.run.files import read_config, read_record
+from gradstream.report.timeline import trace_json
+from gradstream.run.files import HOSTS, read_config, read_record
+from gradstream.run.launcher_lock import holder_of
+from gradstream.run.launches import checked
+from gradstream.run.local.link import DOOR, has_reader
+from gradstream.run.node_spec import NodeSpec
+from gradstream.run.planning import metrics_of
+from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.event_lines import read_events
 from gradstream.telemetry.events import EventDict
 from gradstream.untrusted import TEXT_BYTES, MismatchError, check_record, escaped
+from gradstream.untrusted.text import check_name
 from gradstream.worker.evaluation import Evaluation, evaluate
+from gradstream.worker.final_model import BEST_MODEL
 from gradstream.worker.metrics import Metric
+
+# ---- result ------------------------------------------------------------------------------
 
 MAX_UNIX_S = 1e11
 
@@ -274,3 +290,175 @@ def _written(path: Path, text: str) -> Path:
     finally:
         draft.unlink(missing_ok=True)
     return path
+
+
+# ---- reopen ------------------------------------------------------------------------------
+# Opens a run directory again: the job that it was made from, and parameters that it has kept.
+
+
+def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = None) -> tuple[Run, Path]:
+    """The run with its model and data, ready for `evaluate`, and the file of its parameters.
+
+    Args:
+        path: a run directory; the run may have failed, if it has kept a checkpoint.
+        checkpoint: "final", "best", or the name of a checkpoint: "step-00000120". None takes the final
+            parameters, or else the newest checkpoint.
+        data: another data set than the job's.
+
+    Raises:
+        ConfigError: this is not a run directory, its job cannot be read again, or there are no parameters.
+    """
+    run = Run.load(path)
+    file = kept_parameters(path, checkpoint)
+    try:
+        parameters = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    job = job_of_run(path)
+    for edited in changed(kept_code(path), users_code(job.spec)):
+        text = escaped(str(edited), TEXT_BYTES)
+        warnings.warn(f"{text} was edited after {path} had begun, and is used as it is now", stacklevel=2)
+    if job.device != "cpu":  # it may have been trained on another machine
+        job = dataclasses.replace(job, device="auto")
+    return dataclasses.replace(
+        run,
+        parameters=parameters,
+        model=build_model(job),
+        data=data or job.data,
+        metrics=metrics_of(job),
+    ), file
+
+
+def job_of_run(path: Path) -> Job:
+    """The job of a run directory, read again from its file. Raises ConfigError if that cannot be."""
+    return spec_of_run(path).load_again()
+
+
+def spec_of_run(path: Path) -> NodeSpec:
+    """The description of a run's plan, to be executed. Raises ConfigError as `described`, and as `checked`."""
+    return checked(path, described(path))
+
+
+def described(path: Path) -> NodeSpec:
+    """The description of a run's plan, to be read alone. Raises ConfigError without a run, or for another version's."""
+    try:
+        spec = NodeSpec.read(path / "nodes.json")
+    except FileNotFoundError:
+        if (path / HOSTS).is_file():
+            raise ConfigError(
+                f"{path}: this run goes on on other machines: gradstream status, attach and stop take it"
+            ) from None
+        raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
+    check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
+    return spec
+
+
+def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
+    """The file of a run's final parameters, or of a checkpoint, which is verified first.
+
+    Where the newest checkpoint was torn or altered, the one before is taken, with a warning.
+
+    Args:
+        path, checkpoint: see `reopen`.
+
+    Raises:
+        ConfigError: there is no checkpoint, or none of this name.
+        DataError: the checkpoint of this name was torn or altered, or all of them were.
+    """
+    storage = DiskStorage(path)
+    if checkpoint is None and (path / FINAL_MODEL).is_file():
+        return path / FINAL_MODEL
+    if checkpoint is None:
+        damaged: list[DataError] = []
+        found = newest(storage, damaged.append)
+        if found is None and damaged:
+            named = "".join(f"\n  {error}" for error in damaged)
+            raise DataError(f"{path} has no parameters: all of its checkpoints are damaged:{named}")
+        for error in damaged:
+            warnings.warn(f"{escaped(str(error), TEXT_BYTES)}; the one before is used", stacklevel=2)
+        if found is None and not (path / "run.json").is_file():
+            raise ConfigError(f"{path} is not a run directory: it has no run.json")
+        if found is None:
+            raise ConfigError(
+                f"{path} has no parameters: the run did not finish, and it has no checkpoint; run the job again, with "
+                "checkpoint_every= to keep checkpoints"
+            )
+        return path / found[0] / FINAL_MODEL.name
+    there = {kept.parent.name: kept for kept in sorted((path / FOLDER).glob("[!.]*/model.safetensors"))}
+    name = checkpoint.rstrip("/").rpartition("/")[2]
+    if name not in there:
+        raise ConfigError(
+            f"{path / FOLDER} has no checkpoint {checkpoint!r}; it has: {', '.join(there) or 'none'}"
+        )
+    if there[name] not in (path / FINAL_MODEL, path / BEST_MODEL):
+        verify(storage, f"{FOLDER}/{name}")
+    return there[name]
+
+
+# ---- listing -----------------------------------------------------------------------------
+# Lists the runs of a folder with their most important figures.
+
+
+class RunEntry(TypedDict):
+    """A run in a list of runs. A figure is None if the events of the run do not contain it.
+
+    A run that has not ended is "running" while it has a launcher, or nodes that wait for one, on this machine;
+    otherwise it is "unfinished". `damaged` is "", or a message that names a damaged file of the run and the remedy.
+    """
+
+    path: Path
+    status: Status | Literal["damaged", "running"]
+    strategy: str | None
+    accuracy: float | None
+    loss: float | None
+    samples_per_s: float | None
+    train_s: float | None
+    damaged: str
+
+
+def list_runs(folder: Path) -> list[RunEntry]:
+    """Every run directory in `folder`, sorted by name; default names begin with the time.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; expected a folder of runs. By default, a run is kept in runs/ of the folder "
+            "in which it was started"
+        )
+    found = sorted(path.parent for path in folder.glob("*/run.json"))
+    return [_entry(path) for path in found]
+
+
+def _entry(path: Path) -> RunEntry:
+    events: Sequence[EventDict] = ()
+    damaged = ""
+    try:
+        read_record(path / "run.json")
+        events = read_events(path / "events.jsonl")
+    except ConfigError as error:
+        damaged = str(error)
+    figures: dict[str, Any] = summary_of(events)
+    accuracy = [event["accuracy"] for event in events if event["event"] == "evaluated"]
+    return RunEntry(
+        path=path,
+        status="damaged" if damaged else _status(path, events),
+        strategy=figures["strategy"],
+        accuracy=accuracy[-1] if accuracy else None,
+        loss=figures["loss"],
+        samples_per_s=figures["samples_per_s"],
+        train_s=figures["train_s"],
+        damaged=damaged,
+    )
+
+
+def _status(path: Path, events: Sequence[EventDict]) -> Status | Literal["running"]:
+    status = status_of(events)
+    if status != "unfinished":
+        return status
+    try:
+        lives = holder_of(path) is not None or has_reader(path / DOOR)
+    except (ConfigError, OSError):  # another user's run
+        lives = False
+    return "running" if lives else status

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gradstream.codec.low_rank import PowerSGD
-from gradstream.coordinator.run_clock import RunClock
-from gradstream.job.optimizer_text import optimizer_of_text
+from gradstream.coordinator.relay import RunClock
+from gradstream.job.overrides import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace
 from gradstream.run.nodes import grouped_rule, member_of, recording_of, renumbered, restores_state
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.event_schedule import ShardRecorder
 from gradstream.server.shard.node import ShardNode
-from gradstream.server.shard.recorder import ShardRecorder
 from gradstream.transport.base import Endpoint
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from gradstream.checkpoint.carried import Carried
+from gradstream.checkpoint.snapshot import Carried
 from gradstream.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.coordinator.run_clock import RunClock
+from gradstream.coordinator.relay import RunClock
 from gradstream.model.base import Model
 from gradstream.run.nodes import build_replica
-from gradstream.run.phases import PhaseLeader, run_phases
+from gradstream.run.place import PhaseLeader, run_phases
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from gradstream.memory import Memory, Span
-from gradstream.runtime.stalls import Stalls
+from gradstream.runtime.deadlines import Stalls
 from gradstream.telemetry.events import Event
 
 T = TypeVar("T")

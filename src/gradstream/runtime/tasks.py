@@ -13,8 +13,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from gradstream.memory import Loans
-from gradstream.runtime.base import Report, Timer
-from gradstream.runtime.stalls import Stalls
+from gradstream.runtime.base import Report, Runtime, Timer
+from gradstream.runtime.deadlines import Stalls
+
+# ---- tasks -------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -178,3 +180,29 @@ def release_then(loans: Loans, on_progress: Report) -> Report:
         on_progress(elems)
 
     return progressed
+
+
+# ---- wakeup ------------------------------------------------------------------------------
+# `Wakeup`: one task tells another that it has something to do.
+
+
+class Wakeup:
+    """Wakes the waiting tasks when it is rung; a ring with no waiting task is kept."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wakes the waiting tasks."""
+        self._event.set()
+
+    async def rung(self, runtime: Runtime, seconds: float) -> bool:
+        """Waits for a ring for at most `seconds`, and consumes it; returns whether it came."""
+        try:
+            await runtime.within(seconds, self._event.wait())
+        except TimeoutError:
+            return False
+        self._event.clear()
+        return True

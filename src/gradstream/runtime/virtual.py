@@ -13,21 +13,160 @@ import bisect
 import heapq
 import random
 import selectors
+import signal
+import threading
+from asyncio.tasks import _enter_task, _leave_task
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from gradstream.errors import InternalError
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
-from gradstream.runtime.nesting import standing_still
+from gradstream.runtime.deadlines import Stalls
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.suspension import Suspension
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.telemetry.events import CpuEvent, Event, MemoryEvent
+
+# ---- nesting -----------------------------------------------------------------------------
+# One event loop inside another, as in a notebook's cell that runs a simulation.
+#
+# asyncio lets a thread run one loop at a time, because the outer loop stands still while the inner one waits. A loop
+# on virtual time waits for nothing outside of it: for the outer loop it is a function that takes some time.
+
+
+@contextmanager
+def standing_still() -> Iterator[None]:
+    """Suspends the loop that runs in this thread, if there is one: another loop can run in the context.
+
+    Ctrl-C raises KeyboardInterrupt meanwhile. asyncio would cancel a task instead, which would have to wait
+    for the suspended loop.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        yield
+        return
+    task = asyncio.current_task(loop)
+    if task is not None:
+        _leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    try:
+        with _interruptible():
+            yield
+    finally:
+        asyncio._set_running_loop(loop)
+        if task is not None:
+            _enter_task(loop, task)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Replaces asyncio's own handler of Ctrl-C; any other handler stays, also one that ignores it."""
+    before = signal.getsignal(signal.SIGINT)
+    waits = getattr(getattr(before, "func", before), "__module__", "").startswith("asyncio")
+    if not waits or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---- suspension --------------------------------------------------------------------------
+# `Suspension`: a simulated node stands still, as a process that was stopped, or with its whole machine.
+
+READ_NS = 1_000_000
+"""When the node goes on, expired timers fire first; so much later it reads the frames that wait."""
+
+
+class _Clock(Protocol):
+    now_ns: int
+
+    def call_at(self, when_ns: int, callback: Callable[[], None]) -> object: ...
+
+
+class Suspension:
+    """Holds the timers, results and frames of a node while it stands still.
+
+    Args:
+        clock: the clock of the simulation.
+        stalls: the node's; they take each suspension that the node notices.
+
+    Attributes:
+        active: whether the node stands still now.
+        num_held: number of timers, results and frames that were held so far.
+        missed_ns: time in which the node's own clock stood still as well.
+    """
+
+    def __init__(self, clock: _Clock, stalls: Stalls) -> None:
+        self.active = False
+        self.num_held = 0
+        self.missed_ns = 0
+        self._clock = clock
+        self._stalls = stalls
+        self._since_ns = 0
+        self._late: list[Callable[[], None]] = []
+        self._unread = deque[Callable[[], None]]()
+
+    def begin(self) -> None:
+        """The node stands still from now on."""
+        self.active, self._since_ns = True, self._clock.now_ns
+
+    def end(self, *, noticed: bool = True, with_clock: bool = False) -> None:
+        """The node goes on.
+
+        Args:
+            noticed: it knows that it stood still; if not, it believes that others were silent.
+            with_clock: its clock stood still too, so there is nothing to notice, and timers are due later.
+        """
+        if not self.active:
+            return
+        now_ns = self._clock.now_ns
+        if with_clock:
+            self.missed_ns += now_ns - self._since_ns
+        elif noticed:
+            self._stalls.add(self._since_ns - self.missed_ns, now_ns - self.missed_ns)
+        self._release()
+        self._clock.call_at(now_ns + READ_NS, self._read)
+
+    def kill(self) -> None:
+        """Ends it for good: nobody reads the frames any more."""
+        self._unread.clear()
+        self._release()
+
+    def _release(self) -> None:
+        self.active = False
+        late, self._late = self._late, []
+        for call in late:
+            call()
+
+    def act(self, call: Callable[[], None]) -> None:
+        """Calls now, or when the node goes on."""
+        if self.active:
+            self.num_held += 1
+            self._late.append(call)
+        else:
+            call()
+
+    def read(self, deliver: Callable[[], None]) -> None:
+        """Delivers a frame now, or behind those that wait to be read."""
+        if self.active or self._unread:
+            self.num_held += self.active
+            self._unread.append(deliver)
+        else:
+            deliver()
+
+    def _read(self) -> None:
+        while self._unread and not self.active:
+            self._unread.popleft()()
+
+
+# ---- virtual -----------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -136,7 +136,7 @@ class AggregationRule(ABC):
 
     @property
     def paced(self) -> bool:
-        """Whether the shard reads the pushes of a round side by side; see `push_pacer.py`.
+        """Whether the shard reads the pushes of a round side by side; see `push_handler.py`.
 
         True only where each update needs a push of every worker.
         """

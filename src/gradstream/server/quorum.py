@@ -30,7 +30,7 @@ class QuorumDecision:
         round: number of the round.
         ranks: ranks of the workers.
         distances: squared distances of their contributions, where their weights depend on them; see
-            `shard/distances.py`.
+            `shard/tensor_sums.py`.
     """
 
     round: int

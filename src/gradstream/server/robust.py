@@ -10,7 +10,7 @@
     centered-clipping   v ← v + Σ (g_i - v)·min(1, τ/|g_i - v|) / n, v the update before
 
 The first two look at one chunk at a time. The others need distances over the whole gradient: each shard adds up those
-of its chunks, the first shard adds up those of the shards, and all shards take the same weights (`shard/distances.py`).
+of its chunks, the first shard adds up those of the shards, and all take the same weights (`shard/tensor_sums.py`).
 
 Each contribution counts alike, whatever its number of samples, as a mean over them. A worker that contributes nothing
 in a round makes n smaller, and f no larger than that n allows.

@@ -12,12 +12,10 @@ import torch
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, GradientError
-from gradstream.job.optimizer_text import text_of_optimizer
-from gradstream.model.base import Layout
-from gradstream.model.buffers import Buffers
-from gradstream.model.check import finite
-from gradstream.model.fixed import Fixed
-from gradstream.model.tree import Tree, leaves
+from gradstream.job.overrides import text_of_optimizer
+from gradstream.model.base import Layout, finite
+from gradstream.model.buffers import Buffers, Tree, leaves
+from gradstream.model.built_module import Fixed
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.session.binding import GradientBinding, ParameterBinding
 from gradstream.session.bridge import LoopBridge

@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from gradstream.errors import ConfigError, InternalError
-from gradstream.model.arrays import Arrays, arrays_of, set_tensor
 from gradstream.model.base import Layout, Reduction
-from gradstream.model.buffers import Buffers
-from gradstream.model.fixed import Fixed
-from gradstream.model.ties import check_untied
+from gradstream.model.buffers import Arrays, Buffers, arrays_of, set_tensor
+from gradstream.model.built_module import Fixed, check_untied
 from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 

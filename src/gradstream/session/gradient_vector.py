@@ -30,8 +30,7 @@ from torch import nn
 
 from gradstream.checkpoint.own_state import CHECK, EXTRA
 from gradstream.errors import ConfigError, GradientError, UserCodeError
-from gradstream.model.base import Layout
-from gradstream.model.check import finite
+from gradstream.model.base import Layout, finite
 from gradstream.model.devices import Copied, Streams, streams_of
 
 NUM_CHECKS = 4

@@ -24,8 +24,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradstream.errors import ConfigError, GradientError, UserCodeError
+from gradstream.session.agreement import GradientRounds
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.gradient_rounds import GradientRounds
 from gradstream.session.gradient_states import (
     ComputedGradients,
     GradientStates,

@@ -23,7 +23,7 @@ from gradstream.run.place import Place, place_of
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.session import torchrun
-from gradstream.session.job import OwnLoop, ScriptModel
+from gradstream.session.node import OwnLoop, ScriptModel
 from gradstream.session.session import Session, SingleProcessSession
 from gradstream.session.worker_session import WorkerSession
 from gradstream.strategies.base import Strategy

@@ -11,12 +11,15 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gradstream.coordinator import RunAbortedError, RunStoppedError
-from gradstream.errors import GradstreamError, Interrupted, PeerLostError, UserCodeError
+from gradstream.errors import ConfigError, GradstreamError, Interrupted, PeerLostError, UserCodeError
+from gradstream.job.job import Job
+from gradstream.model.base import Reduction
 from gradstream.run.failures import typed_error
 from gradstream.run.local.environment import SWITCH_INTERVAL_S
 from gradstream.run.node import run_worker
@@ -24,8 +27,62 @@ from gradstream.run.placement import WorkerPlacement, newest_in
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.host import Host
-from gradstream.session.job import OwnLoop
 from gradstream.session.log import SessionLog
+from gradstream.worker.loop import Loop
+
+# ---- job ---------------------------------------------------------------------------------
+# The job of a script with a loop of its own, for the coordinator and the shards.
+#
+# They do not run the script. The first worker sends them the model's sizes and the update rule.
+
+
+class ScriptModel:
+    """Takes the place of a job's model, which the script makes."""
+
+    reduction: Reduction = "mean"
+
+    def gradient(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ConfigError: the script computes its gradients."""
+        raise ConfigError(
+            "this job has no model: its script has a training loop of its own, which computes the gradients; start "
+            "it with gradstream train script.py"
+        )
+
+
+@dataclass
+class OwnLoop:
+    """Takes the place of a job's data set: the script has the data.
+
+    Args:
+        running: the loop of this process; None if it is no worker.
+        optimizer: the update rule that the loop's optimizer asks for, as text.
+        gradients_only: whether only gradients are exchanged, under strategies that return their mean.
+    """
+
+    running: Loop | None = None
+    optimizer: str = ""
+    gradients_only: bool = True
+    name: str = "the script's own"
+    num_samples: int = 0
+    num_test_samples: int = 0
+    job: str = "gradstream.session.node:job"
+
+    def loop(self, rank: int) -> Loop:
+        """The loop of this process."""
+        if self.running is None:
+            raise ConfigError(
+                f"worker-{rank}: this job is a script with a training loop of its own, which this process does not "
+                "run: start the job with gradstream train script.py"
+            )
+        return self.running
+
+
+def job() -> Job:
+    """The job without the settings that the launcher adds."""
+    return Job(ScriptModel(), OwnLoop())  # type: ignore[arg-type]  # stand in for model and data
+
+
+# ---- node --------------------------------------------------------------------------------
 
 FAREWELL_S = 15.0
 """How long a script that has failed waits until the other nodes know of it."""

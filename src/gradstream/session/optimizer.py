@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gradstream.errors import ConfigError
-from gradstream.job.optimizer_text import text_of_optimizer
+from gradstream.job.overrides import text_of_optimizer
 from gradstream.session.binding import ModuleBinding
 from gradstream.session.rules import ON_WORKERS, STEPS, ServerRule, is_fresh, options_of, rule_for
 from gradstream.session.watch import ParameterWatch

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 
 from gradstream.errors import ConfigError, InternalError, ReplicasDifferError
 from gradstream.memory import Vector
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.pipeline.executor import run_schedule
 from gradstream.pipeline.schedule import StagePass
 from gradstream.runtime.base import Runtime, Work
@@ -29,8 +29,8 @@ from gradstream.split.plan import DATA
 from gradstream.worker.gradient import hash_seed
 from gradstream.worker.loop import LoopContext
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.final_model import send_parameters, write_final_parts
 from gradstream.worker.parts.gradients import Values, nothing
+from gradstream.worker.parts.outputs import send_parameters, write_final_parts
 from gradstream.worker.registration import tensor_specs_of
 
 Act = Literal["split", "forward", "backward", "clip_grad_norm_", "close"]

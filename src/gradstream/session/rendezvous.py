@@ -23,7 +23,7 @@ import torch
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.run.place import Place
 from gradstream.run.remote.address import Address, local_address, new_token, token_of_environment
-from gradstream.transport.addresses import is_loopback
+from gradstream.transport.offers import is_loopback
 from gradstream.transport.socket.unix import host_id
 from gradstream.untrusted import escaped, say
 

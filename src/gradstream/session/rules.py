@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gradstream.errors import ConfigError
-from gradstream.job.optimizer_text import text_of_optimizer
+from gradstream.job.overrides import text_of_optimizer
 from gradstream.optim import SGD, Adagrad, Adam, AdamW
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import groups_of

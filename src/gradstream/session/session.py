@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from gradstream.model.tree import Tree
+from gradstream.model.buffers import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.session.arrays import LocalUpdates
 

@@ -3,45 +3,150 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradstream.errors import ClosedError, ConfigError
+from gradstream.errors import ClosedError, ConfigError, DeadlineError
 from gradstream.job.registry import find_strategy
-from gradstream.model.tree import Tree
+from gradstream.model.buffers import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.run.placement import WorkerPlacement
+from gradstream.run.plan import worker_name
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
-from gradstream.session.bridge import LoopBridge
-from gradstream.session.early_barrier import EarlyBarrier
+from gradstream.session.bridge import LoopBridge, ResumePoint
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
 from gradstream.session.loaders import part_of
-from gradstream.session.loaders_part import LoaderPart
-from gradstream.session.loaders_takeover import Takeover
+from gradstream.session.loaders_part import LoaderPart, Takeover
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import several, take_over
-from gradstream.session.progress import ResumePoint
 from gradstream.session.replica import ReplicaBinding
 from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
-from gradstream.session.split_module import SplitModule
-from gradstream.session.splitting import LoopSplit
-from gradstream.session.sync_batch_norm import refuse_sync_batch_norm
+from gradstream.session.split_module import LoopSplit, SplitModule
 from gradstream.strategies.base import Strategy
+
+# ---- early barrier -----------------------------------------------------------------------
+# `EarlyBarrier`: lets workers wait for one another before they have joined their run, which they do in `wrap`.
+#
+#     if session.rank == 0: download()
+#     session.barrier()
+#
+# They leave files beside the run's specification, so they have to be on one machine.
+
+POLL_S = 0.05
+
+
+class EarlyBarrier:
+    """The barriers of one worker before `wrap`.
+
+    Args:
+        place: the rank of this worker, and the place of its run.
+    """
+
+    def __init__(self, place: WorkerPlacement) -> None:
+        self._place = place
+        self._passed = 0
+
+    def wait(self) -> None:
+        """Waits until all workers have called it as often as this one.
+
+        Raises:
+            ConfigError: the workers are on several machines.
+            DeadlineError: a worker has not called it within `join_s`.
+        """
+        place, deadlines = self._place, self._place.job().deadlines
+        if place.node_spec().elsewhere:
+            raise ConfigError(
+                f"worker-{place.rank}: session.barrier() before session.wrap: workers on several machines meet in wrap "
+                "only; call wrap first, and the barrier after it: wrap needs the model and its optimizer, but no data"
+            )
+        folder = self._folder()
+        folder.mkdir(exist_ok=True)
+        (folder / f"{self._passed}-{place.rank}").touch()
+        missing, end = set(range(place.world_size)), time.monotonic() + deadlines.join_s
+        while missing := {rank for rank in missing if not (folder / f"{self._passed}-{rank}").exists()}:
+            if time.monotonic() > end:
+                names = ", ".join(map(worker_name, sorted(missing)))
+                raise DeadlineError(
+                    names,
+                    f"did not call session.barrier() within {deadlines.join_s:g} s after worker-{place.rank}; if its "
+                    "work there takes longer, join(deadlines=gradstream.Deadlines(join_s=...))",
+                )
+            time.sleep(POLL_S)
+        self._passed += 1
+
+    def over(self) -> None:
+        """Removes the files, once all workers have joined."""
+        if self._passed and self._place.rank == 0:
+            shutil.rmtree(self._folder(), ignore_errors=True)
+
+    def _folder(self) -> Path:
+        """A folder of its own for each start of the run: a resumed run must not see the files of the one before."""
+        spec = Path(self._place.spec)
+        return spec.parent / f"barrier-{spec.stat().st_mtime_ns}"
+
+
+# ---- sync batch norm ---------------------------------------------------------------------
+# Refuses SyncBatchNorm where it would see one worker's samples alone.
+#
+# torch's layer sums its statistics in a process group, in the midst of a forward pass. Without a group it computes
+# those of its own minibatch, as BatchNorm does, without a word. A session's rounds carry gradients after a backward,
+# and cannot stand in for that.
+
+
+def refuse_sync_batch_norm(modules: Sequence[nn.Module], workers: int) -> None:
+    """Refuses each SyncBatchNorm in training mode: now, and whenever it is called later.
+
+    Args:
+        modules: the modules that a script wraps.
+        workers: number of workers. One has all samples.
+
+    Raises:
+        ConfigError: there is one, and no process group.
+    """
+    for module in modules if workers > 1 else ():
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                refusal = _Refusal(name)
+                refusal(part, (), {})
+                part.register_forward_pre_hook(BeforeForward(refusal), with_kwargs=True)
+
+
+class _Refusal:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if module.training and not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"session.wrap: {self._name or 'the model'!r} is a SyncBatchNorm in training mode, and "
+                "torch.distributed has no process group in which it could join the workers' statistics: it would take "
+                "those of each worker alone. Use BatchNorm, which is meant to do so (its running means are averaged at "
+                "the end), or GroupNorm or LayerNorm, which look at one sample at a time; put it into eval() before "
+                "session.wrap where it is not trained; or, on GPUs, call torch.distributed.init_process_group before "
+                "gradstream.join"
+            )
+
+
+# ---- worker session ----------------------------------------------------------------------
 
 
 class WorkerSession(Session):

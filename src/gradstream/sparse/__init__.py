@@ -1,15 +1,14 @@
 """Sparse problems, and updates of a vector that several processes share, as HOGWILD! makes them.
 
-`data.py` has samples in compressed rows, `random_data.py` and `svmlight.py` make them. `model.py` has the model of a
+`data.py` has samples in compressed rows, `random_data.py` makes or reads them. `model.py` has the model of a
 sparse problem, `problems.py` has problems. `sweep.py` is the innermost loop, `ways.py` defines which locks an update
-takes, `turns.py` which worker writes next, and `atomics.py` has the instructions for both.
+takes, `ways.py` which worker writes next, and `updates.py` has the instructions for both.
 """
 
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows, Sparsity, from_csr, from_ratings
 from gradstream.sparse.model import SparseModel, from_samples
 from gradstream.sparse.problems import linear, matrix_completion
-from gradstream.sparse.random_data import synthetic, synthetic_ratings
-from gradstream.sparse.svmlight import from_svmlight, read_svmlight
+from gradstream.sparse.random_data import from_svmlight, read_svmlight, synthetic, synthetic_ratings
 
 __all__ = [
     "CsrTable",

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradstream.data.arrays import check_ids
-from gradstream.data.checksum import checksum_of
+from gradstream.data.arrays import check_ids, checksum_of
 from gradstream.errors import DataError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 
 MAX_FEATURES = (1 << 31) - 1  # features are int32
 FEW_FEATURES, FEATURES_PER_VALUE = 1 << 24, 1024

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from gradstream.errors import ConfigError, GradientError
-from gradstream.model.base import Layout, Reduction
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout, Reduction
 from gradstream.runtime.base import Report
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows
 from gradstream.sparse.updates import LockAccess, check_compiler

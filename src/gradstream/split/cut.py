@@ -2,26 +2,172 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gradstream.errors import ConfigError
-from gradstream.model.base import Layout, Slot
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout, Slot
 from gradstream.model.torch_module import TorchModel
-from gradstream.split.balance import filled
-from gradstream.split.chain import OperationChain
+from gradstream.split.balance import contiguous_groups, filled
 from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Form, Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 from gradstream.split.refusals import storage, where
-from gradstream.split.seconds import seconds_of
 from gradstream.split.space import divide_space
+from gradstream.split.trace import run_node
+
+# ---- seconds -----------------------------------------------------------------------------
+# Measures how long each operation of a model takes, one after the other: the whole model is never there.
+
+_TIMES = 3
+
+
+def seconds_of(graph: Graph, samples: int) -> dict[fx.Node, float]:
+    """Seconds of each operation, forward and backward: the least of three, on small random numbers."""
+    return {node: _seconds(graph, node, samples) for node in graph.nodes}
+
+
+def _seconds(graph: Graph, node: fx.Node, samples: int) -> float:
+    root = nn.Module()
+    if node.op == "call_module":
+        root = copy.deepcopy(graph.blueprint.module.get_submodule(str(node.target))).to_empty(device="cpu")
+        for tensor in (*root.parameters(), *root.buffers()):
+            tensor.detach().copy_(_filled(tensor))
+    best = float("inf")
+    for _ in range(_TIMES):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _value(used, samples))
+        begin = time.perf_counter()  # noqa: TID251  # arithmetic itself is timed, before a run
+        result = root(*args, **kwargs) if node.op == "call_module" else run_node(node, root, args, kwargs)
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            torch.autograd.backward(result, torch.ones_like(result))
+        best = min(best, time.perf_counter() - begin)  # noqa: TID251
+    return best
+
+
+def _value(node: fx.Node, samples: int) -> Any:
+    first = node.meta["values"][0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    form = form_of(node)
+    shape = list(first.shape)
+    if form is not None and form.axis is not None:
+        shape[form.axis] = form.shape[form.axis] * samples
+    value = _filled(torch.empty(shape, dtype=first.dtype, device="meta"))
+    return value.requires_grad_() * 1 if value.is_floating_point() else value
+
+
+def _filled(like: torch.Tensor) -> torch.Tensor:
+    """Small random numbers, or zeros where they have to be whole."""
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=like.dtype) * 0.1
+    return torch.zeros(like.shape, dtype=like.dtype)
+
+
+# ---- chain -------------------------------------------------------------------------------
+# The operations of a model in their order, and where the order can be cut into contiguous groups.
+
+
+class OperationChain:
+    """A sequence of operations of which groups can be made; between two layers a cut is where least would travel.
+
+    Args:
+        nodes: the operations in order, without pieces of divided layers.
+        weights: what to balance, of each operation.
+
+    Attributes:
+        barred: positions before which no cut is possible, each with the reason.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], weights: Mapping[fx.Node, float]) -> None:
+        self._nodes = nodes
+        self.barred = _barred(nodes)
+        costs = _cut_costs(nodes)
+        self._starts, self._costs = (
+            [0],
+            [0.0],
+        )  # of runs that stay together, with at most one weighted layer each
+        last: int | None = None
+        for index, node in enumerate(nodes):
+            if not weights[node]:
+                continue
+            free = [
+                cut for cut in range(index if last is None else last + 1, index + 1) if cut not in self.barred
+            ]
+            if last is not None and free:
+                self._starts.append(min(reversed(free), key=costs.__getitem__))
+                self._costs.append(costs[self._starts[-1]])
+            last = index
+        self._ends = [*self._starts[1:], len(nodes)]
+        self._weights = [
+            sum(weights[node] for node in nodes[start:end])
+            for start, end in zip(self._starts, self._ends, strict=True)
+        ]
+
+    @property
+    def most_groups(self) -> int:
+        """How many groups there can be."""
+        return len(self._starts)
+
+    def place(self, groups: int) -> dict[fx.Node, int]:
+        """The group of each operation. Raises ConfigError if there are too few layers."""
+        if groups > self.most_groups:
+            raise ConfigError(
+                f"plan_split: the model has {self.most_groups} layers between which it can be cut, expected at least "
+                f"one for each of {groups} parts: take fewer parts"
+            )
+        found = contiguous_groups(self._weights, self._costs, groups)
+        return {
+            node: group
+            for start, end, group in zip(self._starts, self._ends, found, strict=True)
+            for node in self._nodes[start:end]
+        }
+
+    def group_weights(self, groups: int) -> list[float]:
+        """The weight of each group."""
+        found = contiguous_groups(self._weights, self._costs, groups)
+        return [
+            sum(weight for weight, own in zip(self._weights, found, strict=True) if own == group)
+            for group in range(groups)
+        ]
+
+
+def _barred(nodes: Sequence[fx.Node]) -> dict[int, str]:
+    barred: dict[int, str] = {}
+    created: dict[int, int] = {}
+    order = {node: index for index, node in enumerate(nodes)}
+    for node, index in order.items():
+        first = node.meta["values"][0]
+        if isinstance(first, torch.Tensor):
+            created.setdefault(storage(first), index)
+        for written in node.meta["writes"]:
+            for cut in range(created.setdefault(written, index) + 1, index + 1):
+                barred.setdefault(cut, f"{where(node)} writes in place what was made before the cut")
+        if form_of(node) is None:
+            for cut in range(index + 1, max(order.get(user, index) for user in [node, *node.users]) + 1):
+                barred.setdefault(cut, f"the result of {where(node)} has no one axis that is the samples")
+    return barred
+
+
+def _cut_costs(nodes: Sequence[fx.Node]) -> list[float]:
+    """Bytes for each sample that a cut before each position would carry."""
+    order = {node: index for index, node in enumerate(nodes)}
+    costs = [0.0] * (len(nodes) + 1)
+    for node, index in order.items():
+        form = form_of(node)
+        users = [len(nodes) if user.op == "output" else order.get(user, index) for user in node.users]
+        for cut in range(index + 1, max(users, default=index) + 1):
+            costs[cut] += 0 if form is None else math.prod(form.shape) * form.dtype.itemsize
+    return costs
+
+
+# ---- cut ---------------------------------------------------------------------------------
 
 _PARAMETER = "parameter "
 _RESERVED = ("inputs", "loss", "outputs", "targets")

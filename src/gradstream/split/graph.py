@@ -10,9 +10,8 @@ import torch
 from torch import fx, nn
 
 from gradstream.errors import ConfigError
-from gradstream.model.arrays import for_torch
-from gradstream.model.base import Layout
-from gradstream.model.batch import Batch, map_leaves
+from gradstream.model.base import Batch, Layout, map_leaves
+from gradstream.model.buffers import for_torch
 from gradstream.model.built_module import layout_of
 from gradstream.model.torch_module import TorchModel
 from gradstream.split.partial_build import Blueprint

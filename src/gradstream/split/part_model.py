@@ -12,12 +12,9 @@ import torch
 from torch import fx, nn
 
 from gradstream.errors import ConfigError, InternalError
-from gradstream.model.arrays import as_numpy
-from gradstream.model.base import Layout, Reduction
-from gradstream.model.batch import Batch, leaves_of
-from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import names_of
-from gradstream.model.fixed import Fixed
+from gradstream.model.base import Batch, Layout, Reduction, leaves_of
+from gradstream.model.buffers import Buffers, as_numpy
+from gradstream.model.built_module import Fixed, names_of
 from gradstream.model.torch_module import BUILD_SEED, TorchModel
 from gradstream.runtime.base import Report
 from gradstream.split.cut import TorchPlan, layout_of_stage, plan_split

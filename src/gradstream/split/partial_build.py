@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradstream.errors import ConfigError
 from gradstream.model.built_module import Build, build_module
-from gradstream.split.module_state import refuse_gradient_hooks
+from gradstream.split.refusals import refuse_gradient_hooks
 
 _SMALL_ELEMS = 1 << 10
 """Elements up to which every tensor has its values: a `build()` may read them (`.item()`, `.tolist()`)."""

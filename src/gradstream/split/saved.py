@@ -12,7 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from gradstream.model.backprop import Pass, Sink
 from gradstream.runtime.base import Report
 from gradstream.split.graph import Piece
-from gradstream.split.halves import LateWeights, Use
+from gradstream.split.operations import LateWeights, Use
 
 
 @dataclass(eq=False)

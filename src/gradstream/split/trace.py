@@ -11,6 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 from traceback import extract_tb
 from types import MethodType
@@ -20,29 +21,82 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gradstream.errors import ConfigError
-from gradstream.split import module_state, partial_build, refusals
-from gradstream.split.modes import merge
-from gradstream.split.module_state import drawn_state, line_of, state_of
+from gradstream.split import partial_build, refusals
 from gradstream.split.partial_build import ShapeMode, to_meta
 from gradstream.split.refusals import (
     BY_VALUE,
     Untraceable,
     described,
+    drawn_state,
+    line_of,
     refuse_augmented,
     refuse_changed,
     refuse_state,
     refuse_written_constants,
+    state_of,
     storage,
+    where,
 )
+
+# ---- modes -------------------------------------------------------------------------------
+# One graph of the two that a module has, in train() and in eval(), if only constants differ.
+
+
+class ByMode:
+    """A constant of the graph that differs between train() and eval()."""
+
+    def __init__(self, train: Any, evaluate: Any) -> None:
+        self.train, self.evaluate = train, evaluate
+
+    def of(self, training: bool) -> Any:
+        """The constant of one mode."""
+        return self.train if training else self.evaluate
+
+    def __repr__(self) -> str:
+        return f"{self.train!r} or in eval() {self.evaluate!r}"
+
+
+def merge(graph: fx.Graph, evaluate: fx.Graph) -> None:
+    """Puts constants that differ in eval() into the graph. Raises ConfigError if operations differ."""
+    for node, other in zip_longest(graph.nodes, evaluate.nodes):
+        if (
+            node is None
+            or other is None
+            or (node.op, node.name, node.target) != (other.op, other.name, other.target)
+        ):
+            raise _differs(node or other)
+        leaves, structure = tree_flatten((node.args, node.kwargs))
+        others, other_structure = tree_flatten((other.args, other.kwargs))
+        if structure != other_structure:
+            raise _differs(node)
+        for index, (leaf, other_leaf) in enumerate(zip(leaves, others, strict=True)):
+            names = fx.map_arg((leaf, other_leaf), lambda used: used.name)
+            if names[0] == names[1]:
+                continue
+            if isinstance(leaf, fx.Node) or isinstance(other_leaf, fx.Node):
+                raise _differs(node)
+            leaves[index] = ByMode(leaf, other_leaf)
+        if any(isinstance(leaf, ByMode) for leaf in leaves):
+            node.args, node.kwargs = tree_unflatten(leaves, structure)
+
+
+def _differs(node: fx.Node) -> ConfigError:
+    return ConfigError(
+        f"split: {where(node) if 'where' in node.meta else 'the module'}: computes something else in train() than in "
+        "eval(); expected the same operations in both: take modules such as nn.Dropout, or keep the model whole"
+    )
+
+
+# ---- trace -------------------------------------------------------------------------------
 
 SAMPLES = (7, 11, 16)
 """Numbers of samples for which shapes are computed."""
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = (__file__, partial_build.__file__, module_state.__file__, refusals.__file__)
+_OWN = (__file__, partial_build.__file__, refusals.__file__, refusals.__file__)
 _REFUSED = ("data", "grad", "grad_fn", "is_leaf", "requires_grad", "is_meta")
 """Attributes of tensors that a part of a module cannot know, or that would act outside of the graph."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gradstream.strategies.conjugate_gradient import ConjugateGradient
     from gradstream.strategies.dc_asgd import DCASGD
     from gradstream.strategies.diloco import DiLoCo
-    from gradstream.strategies.downpour import Downpour
+    from gradstream.strategies.downpour import Downpour, StagedStrategy
     from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
     from gradstream.strategies.gossip import Gossip
     from gradstream.strategies.gradient_descent import GradientDescent
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from gradstream.strategies.push_sum import PushSum
     from gradstream.strategies.softsync import Softsync
     from gradstream.strategies.ssp import SSP
-    from gradstream.strategies.staged import StagedStrategy
     from gradstream.strategies.staleness_aware import StalenessAware
     from gradstream.strategies.streaming_diloco import StreamingDiLoCo
     from gradstream.strategies.synchronous import Synchronous

@@ -38,8 +38,7 @@ from gradstream.model.factors import FactoredLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import GroupWorker
-from gradstream.strategies.base import GroupStrategy
-from gradstream.strategies.checks import check_flag, check_not_negative
+from gradstream.strategies.base import GroupStrategy, check_flag, check_not_negative
 
 EXCHANGES = ("auto", *TORCH)
 KNOWN = tuple(kind for kind in KINDS if kind not in TORCH)

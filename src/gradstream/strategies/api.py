@@ -18,7 +18,7 @@ from gradstream.memory import Vector
 from gradstream.model.base import Reduction
 
 if TYPE_CHECKING:  # runs without servers import nothing of them
-    from gradstream.server.client.arrival import Arrival
+    from gradstream.server.client.fetch import Arrival
     from gradstream.server.procedure import StepResult
     from gradstream.server.update import Update
     from gradstream.wire import v1

@@ -38,11 +38,10 @@ from gradstream.optim import AdamW
 from gradstream.optim.base import Optimizer
 from gradstream.optim.delayed_nesterov import DelayedNesterov
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
-from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.fetch import Arrival
 from gradstream.strategies.api import ServerWorker
-from gradstream.strategies.base import Pushes, ServerStrategy
-from gradstream.strategies.checks import check_count
-from gradstream.strategies.outer import check_outer
+from gradstream.strategies.base import Pushes, ServerStrategy, check_count
+from gradstream.strategies.matching import check_outer
 
 
 @dataclass(frozen=True, slots=True)

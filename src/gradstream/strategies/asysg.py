@@ -36,7 +36,7 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryN
-from gradstream.strategies.checks import check_count
+from gradstream.strategies.base import check_count
 from gradstream.strategies.stale import StaleGradients
 
 

@@ -48,8 +48,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Replace
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.api import ServerWorker
-from gradstream.strategies.base import Pushes, ServerStrategy
-from gradstream.strategies.checks import check_choice, check_count
+from gradstream.strategies.base import Pushes, ServerStrategy, check_choice, check_count
 from gradstream.strategies.together import Barrier, train_together
 
 Name = Literal["mean", "samples", "loss"]

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 from gradstream.server.procedure import CommandRound, State, Steps, add, copy, dot, scale, zero
 from gradstream.strategies.batch import BatchMethod
-from gradstream.strategies.descent import Descent, check_descent
-from gradstream.strategies.line_search import search
+from gradstream.strategies.line_search import Descent, check_descent, search
 
 
 @dataclass(frozen=True, slots=True)

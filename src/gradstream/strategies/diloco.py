@@ -38,9 +38,8 @@ from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.averaging import Averaged
-from gradstream.strategies.base import Pushes, ServerStrategy
-from gradstream.strategies.checks import check_count, check_flag
-from gradstream.strategies.outer import outer_sgd
+from gradstream.strategies.base import Pushes, ServerStrategy, check_count, check_flag
+from gradstream.strategies.matching import outer_sgd
 from gradstream.strategies.together import train_together
 
 

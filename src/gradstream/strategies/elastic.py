@@ -41,8 +41,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.strategies.api import ServerWorker
-from gradstream.strategies.base import Pushes, ServerStrategy
-from gradstream.strategies.checks import check_count
+from gradstream.strategies.base import Pushes, ServerStrategy, check_count
 from gradstream.strategies.together import Barrier
 
 BETA = 0.9

@@ -31,10 +31,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstream.server.procedure import CommandRound, Reply, State, Steps, add, combine, copy, dot, scale
+from gradstream.strategies.base import check_count, check_flag
 from gradstream.strategies.batch import BatchMethod
-from gradstream.strategies.checks import check_count, check_flag
-from gradstream.strategies.descent import Descent, check_descent
-from gradstream.strategies.line_search import search
+from gradstream.strategies.line_search import Descent, check_descent, search
 
 CURVATURE = 1e-10
 """Smallest cosine of the angle between s and y of a pair that is kept."""

@@ -48,9 +48,8 @@ from gradstream.errors import ConfigError
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import GroupWorker
-from gradstream.strategies.base import GroupStrategy
-from gradstream.strategies.checks import check_count, check_flag
-from gradstream.strategies.outer import outer_sgd
+from gradstream.strategies.base import GroupStrategy, check_count, check_flag
+from gradstream.strategies.matching import outer_sgd
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ from gradstream.errors import ConfigError
 from gradstream.optim import AdamW
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import PeerWorker
-from gradstream.strategies.base import PeerStrategy
-from gradstream.strategies.checks import check_count
+from gradstream.strategies.base import PeerStrategy, check_count
 from gradstream.strategies.matching import partner_of
 
 VELOCITY = "velocity"

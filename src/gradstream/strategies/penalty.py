@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from gradstream.errors import ConfigError, UserCodeError
-from gradstream.strategies.checks import check_choice, check_not_negative
+from gradstream.strategies.base import check_choice, check_not_negative
 
 Name = Literal["power", "exponential"]
 Penalty = Name | Callable[[int], float]

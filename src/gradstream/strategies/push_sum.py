@@ -37,8 +37,7 @@ from gradstream.data.base import Partitioning
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import PeerWorker
-from gradstream.strategies.base import PeerStrategy
-from gradstream.strategies.checks import check_count
+from gradstream.strategies.base import PeerStrategy, check_count
 
 WEIGHT = "weight"
 """Name of w."""

@@ -29,7 +29,7 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryN, PushHeader
-from gradstream.strategies.checks import check_count
+from gradstream.strategies.base import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty, factor
 from gradstream.strategies.stale import StaleGradients
 

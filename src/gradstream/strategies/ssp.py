@@ -46,8 +46,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.strategies.api import ServerWorker
-from gradstream.strategies.base import ServerStrategy
-from gradstream.strategies.checks import check_count, check_not_negative
+from gradstream.strategies.base import ServerStrategy, check_count, check_not_negative
 
 
 @dataclass(frozen=True, slots=True)

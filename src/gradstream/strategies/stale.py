@@ -9,7 +9,7 @@ stops no other. Bytes a step and worker: 4N up, 4N down (float32).
 from __future__ import annotations
 
 from gradstream.strategies.api import ServerWorker
-from gradstream.strategies.staged import StagedStrategy
+from gradstream.strategies.downpour import StagedStrategy
 
 
 class StaleGradients(StagedStrategy):

@@ -34,7 +34,7 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.strategies.checks import check_count
+from gradstream.strategies.base import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty
 from gradstream.strategies.softsync import WeightedMean
 from gradstream.strategies.stale import StaleGradients

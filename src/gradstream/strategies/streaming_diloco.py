@@ -43,12 +43,11 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD, AdamW
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.fetch import Arrival
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.averaging import Averaged
-from gradstream.strategies.base import Pushes, ServerStrategy
-from gradstream.strategies.checks import check_choice, check_count
-from gradstream.strategies.outer import outer_sgd
+from gradstream.strategies.base import Pushes, ServerStrategy, check_choice, check_count
+from gradstream.strategies.matching import outer_sgd
 
 Pattern = Literal["sequential", "strided"]
 Fragment = Sequence[int]

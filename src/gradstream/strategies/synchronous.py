@@ -40,7 +40,7 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.fetch import Arrival
 from gradstream.server.robust import (
     CenteredClipping,
     ClippedMean,
@@ -52,8 +52,7 @@ from gradstream.server.robust import (
 )
 from gradstream.server.update import Update
 from gradstream.strategies.api import Gradient, ServerWorker
-from gradstream.strategies.base import RowExchange, ServerStrategy
-from gradstream.strategies.checks import check_count
+from gradstream.strategies.base import RowExchange, ServerStrategy, check_count
 
 AGGREGATES: dict[str, tuple[str, ...]] = {
     "mean": (),

@@ -16,8 +16,7 @@ from typing import Any
 from gradstream.errors import ConfigError
 from gradstream.telemetry import events
 from gradstream.telemetry.event import MAX_FLOAT, Event
-from gradstream.untrusted.documents import DocumentError, parse_json
-from gradstream.untrusted.files import open_regular
+from gradstream.untrusted.files import DocumentError, open_regular, parse_json
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import say
 

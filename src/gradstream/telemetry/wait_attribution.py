@@ -8,8 +8,16 @@ to a shard; among equals to the claim that ended last, since it alone decided ho
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Literal, TypedDict
+
+from gradstream.telemetry.events import Event, ExchangeEvent, LinkEvent
+
+# ---- wait attribution --------------------------------------------------------------------
 
 Interval = tuple[int, int]
 """Begin and end, in nanoseconds."""
@@ -57,3 +65,167 @@ def _without(whole: Interval, hole: Interval) -> list[Interval]:
     """The parts of an interval outside of a hole."""
     pieces = [(whole[0], min(whole[1], hole[0])), (max(whole[0], hole[1]), whole[1])]
     return [(begin, end) for begin, end in pieces if begin < end]
+
+
+# ---- stopwatch ---------------------------------------------------------------------------
+# Divides the time of a worker's step into computing, and waiting for each node.
+
+
+class StepTimes(TypedDict):
+    """The time fields of `StepEvent`."""
+
+    compute_s: float
+    wait_s: float
+    compute_at_s: float
+    waited_for: dict[str, float]
+
+
+class Stopwatch:
+    """Times the steps of one worker. It reads no clock: callers pass the times.
+
+    Args:
+        me: name of this node.
+        claims: waits that the client notes when answers arrive.
+        now_ns: begin of the first step.
+    """
+
+    def __init__(self, me: str, claims: WaitAttribution, now_ns: int) -> None:
+        self._me = me
+        self._claims = claims
+        self._begun_ns = now_ns
+        self._computed: list[Interval] = []
+
+    def begin(self, now_ns: int) -> None:
+        """Begins a step."""
+        self._begun_ns = now_ns
+        self._computed.clear()
+
+    def computed(self, begin_ns: int, end_ns: int) -> None:
+        """Notes a gradient. The gradients of one worker do not overlap.
+
+        The part of a gradient that lies before the step, because the previous step asked for it, is left out.
+        """
+        self._computed.append((max(begin_ns, self._begun_ns), end_ns))
+
+    def worked(self, begin_ns: int, end_ns: int) -> None:
+        """Notes other arithmetic of the worker for which it waited: a sum, a local step."""
+        self._claims.note(Kind.OWN, self._me, begin_ns, end_ns)
+
+    def times(self, now_ns: int) -> StepTimes:
+        """The times of the step that ends now."""
+        edges = [self._begun_ns, *(edge for interval in self._computed for edge in interval), now_ns]
+        waiting = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        compute_ns = sum(end - begin for begin, end in self._computed)
+        return StepTimes(
+            compute_s=compute_ns / 1e9,
+            wait_s=(now_ns - self._begun_ns - compute_ns) / 1e9,
+            compute_at_s=(self._computed[0][0] - self._begun_ns) / 1e9 if self._computed else 0.0,
+            waited_for={who: ns / 1e9 for who, ns in sorted(self._claims.take(waiting).items())},
+        )
+
+
+# ---- traffic -----------------------------------------------------------------------------
+# Counts the bytes and the staleness between a worker and the shards, and reports them as events.
+
+
+@dataclass(slots=True)
+class LinkTraffic:
+    """The traffic between a client and one shard so far. `staleness` counts chunks of gradients.
+
+    `whole_pushed_bytes` and `whole_fetched_bytes` are the bytes that it would take to send every chunk whole.
+    """
+
+    pushed_bytes: int = 0
+    fetched_bytes: int = 0
+    whole_pushed_bytes: int = 0
+    whole_fetched_bytes: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+    def since(self, before: LinkTraffic) -> LinkTraffic:
+        """The traffic since an earlier count."""
+        return LinkTraffic(
+            self.pushed_bytes - before.pushed_bytes,
+            self.fetched_bytes - before.fetched_bytes,
+            self.whole_pushed_bytes - before.whole_pushed_bytes,
+            self.whole_fetched_bytes - before.whole_fetched_bytes,
+            self.staleness - before.staleness,
+        )
+
+    @property
+    def histogram(self) -> dict[str, int]:
+        """The staleness for an event: by ascending staleness, with text as keys."""
+        return {str(tau): count for tau, count in sorted(self.staleness.items())}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The traffic of a client so far, by shard. Bytes of a retried exchange count again."""
+
+    links: dict[str, LinkTraffic]
+    pushes: int = 0
+    fetches: int = 0
+    retries: int = 0
+
+    @property
+    def total(self) -> LinkTraffic:
+        """The traffic with all shards together."""
+        links = self.links.values()
+        return LinkTraffic(
+            sum(link.pushed_bytes for link in links),
+            sum(link.fetched_bytes for link in links),
+            sum(link.whole_pushed_bytes for link in links),
+            sum(link.whole_fetched_bytes for link in links),
+            sum((link.staleness for link in links), Counter[int]()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A push or a fetch that is done."""
+
+    kind: Literal["push", "fetch"]
+    seconds: float
+    size_bytes: int
+
+
+class TrafficReports:
+    """Reports the traffic of a worker since its previous report.
+
+    Args:
+        rank: rank of the worker.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._before = Traffic({})
+
+    def since_last(self, traffic: Traffic) -> list[Event]:
+        """One `exchange` record, and a `link` record for each shard with traffic since the previous report."""
+        before, self._before = self._before, copy.deepcopy(traffic)
+        new = traffic.total.since(before.total)
+        events: list[Event] = [
+            ExchangeEvent(
+                rank=self._rank,
+                pushed_bytes=new.pushed_bytes,
+                fetched_bytes=new.fetched_bytes,
+                pushes=traffic.pushes - before.pushes,
+                fetches=traffic.fetches - before.fetches,
+                retries=traffic.retries - before.retries,
+                whole_pushed_bytes=new.whole_pushed_bytes,
+                whole_fetched_bytes=new.whole_fetched_bytes,
+                staleness=new.histogram,
+            )
+        ]
+        for shard, link in traffic.links.items():
+            new = link.since(before.links.get(shard) or LinkTraffic())
+            if new.pushed_bytes or new.fetched_bytes or new.staleness:
+                events.append(
+                    LinkEvent(
+                        rank=self._rank,
+                        shard=shard,
+                        pushed_bytes=new.pushed_bytes,
+                        fetched_bytes=new.fetched_bytes,
+                        staleness=new.histogram,
+                    )
+                )
+        return events

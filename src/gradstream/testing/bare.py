@@ -28,8 +28,7 @@ from gradstream.errors import RefusedError
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.connection import GREETING as GREETING_METADATA
-from gradstream.transport.grpc.connection import PASS
-from gradstream.transport.grpc.sessions import CallerSession
+from gradstream.transport.grpc.connection import PASS, CallerSession
 from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, decode

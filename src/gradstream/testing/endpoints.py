@@ -15,7 +15,7 @@ from __future__ import annotations
 from gradstream.errors import GradstreamError
 from gradstream.testing.ending_checks import CHECKS as ENDING_CHECKS
 from gradstream.testing.flow_checks import CHECKS as FLOW_CHECKS
-from gradstream.testing.memory_checks import CHECKS as MEMORY_CHECKS
+from gradstream.testing.pieces import CHECKS as MEMORY_CHECKS
 from gradstream.testing.pieces import LIMIT_S, Check, ConformanceError, MakePair, Pair
 from gradstream.testing.refusal_checks import CHECKS as REFUSAL_CHECKS
 

@@ -28,7 +28,6 @@ from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Partition, SimulationConfig
-from gradstream.testing.drawn_faults import Scene, drawn_faults
 from gradstream.testing.fault_kinds import (
     Corrupt,
     Cut,
@@ -42,10 +41,12 @@ from gradstream.testing.fault_kinds import (
     Kill,
     Lose,
     Reorder,
+    Scene,
     Slow,
     SlowLink,
     Spell,
     Stop,
+    drawn_faults,
 )
 from gradstream.testing.process_faults import ProcessFaults
 from gradstream.testing.storage import FailingStorage

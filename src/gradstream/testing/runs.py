@@ -25,8 +25,7 @@ from gradstream._simulate import simulate
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
 from gradstream.model import from_functions
-from gradstream.model.base import Layout, Model, Reduction
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout, Model, Reduction
 from gradstream.optim import SGD
 from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster

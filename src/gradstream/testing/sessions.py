@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from gradstream.job.job import Job
 from gradstream.run.placement import WorkerPlacement, handed_out
 from gradstream.session.host import Host
-from gradstream.session.job import job as session_job
+from gradstream.session.node import job as session_job
 from gradstream.session.session import Session
 from gradstream.session.worker_session import WorkerSession
 

@@ -22,8 +22,7 @@ from torch import nn
 
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
-from gradstream.model.base import Layout, Reduction
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout, Reduction
 from gradstream.model.torch_module import TorchModel, from_torch
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report

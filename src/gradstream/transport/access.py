@@ -8,9 +8,8 @@ from functools import partial
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Caller, Handler, Identity
-from gradstream.transport.intake import Intakes
-from gradstream.transport.limits import LIMITS
-from gradstream.transport.methods import COORDINATOR, METHODS, UNLISTED, Method, role_of
+from gradstream.transport.methods import COORDINATOR, LIMITS, METHODS, UNLISTED, Method, role_of
+from gradstream.transport.receive_queue import Intakes
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1

@@ -21,14 +21,16 @@ import enum
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
 from google.protobuf.message import Message
 
-from gradstream.errors import GradstreamError
+from gradstream.errors import GradstreamError, RefusedError
 from gradstream.memory import Span
 from gradstream.wire import v1
+
+# ---- base --------------------------------------------------------------------------------
 
 M = TypeVar("M", bound=Message)
 
@@ -358,3 +360,110 @@ class Endpoint(Protocol):
     async def close(self) -> None:
         """Cancels every stream and stops accepting. Idempotent."""
         ...
+
+
+# ---- refusals ----------------------------------------------------------------------------
+# Refusals: from an exception to the frame that refuses a stream, and back.
+
+MISBEHAVIOUR = frozenset(
+    {v1.BAD_REQUEST, v1.UNKNOWN_METHOD, v1.BAD_CERTIFICATE, v1.FORBIDDEN, v1.OVER_LIMIT, v1.NOT_MEMBER}
+)
+"""Codes that a node which follows the protocol does not meet repeatedly."""
+
+_CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
+
+
+def code_of(error: BaseException) -> tuple[v1.Code, str]:
+    """The code and the message that refuse a stream whose handler raised `error`."""
+    if isinstance(error, RefusedError) and error.code in _CODES:
+        return _CODES[error.code], error.reason
+    return v1.INTERNAL, f"{type(error).__name__}: {error}"
+
+
+def refusal_of(error: RefusedError) -> v1.Refuse:
+    """The refusal that the peer would have sent to cause this error."""
+    code, message = code_of(error)
+    return v1.Refuse(code=code, message=message)
+
+
+def refused_by(peer: str, refuse: v1.Refuse) -> RefusedError:
+    """The error that a refusal by `peer` raises at the refused side."""
+    code = next((name for name, value in _CODES.items() if value == refuse.code), str(refuse.code))
+    return RefusedError(peer, code, refuse.message)
+
+
+# ---- carrier -----------------------------------------------------------------------------
+# The contract between a stream and its carrier.
+
+
+class SendHandle(Lent, Protocol):
+    """A payload that is sent from where it lies. It is returned soon, however slow the peer is."""
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Calls back when the payload is returned; at once if it is."""
+        ...
+
+
+class _Copied:
+    """The `Lent` of a span whose payload was copied."""
+
+    returned = True
+
+    async def back(self, patience_s: float) -> None:
+        """Returns at once."""
+
+
+COPIED = _Copied()
+
+
+class Carrier(Protocol):
+    """Moves one stream's frames."""
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
+        """Takes a frame over, in order, without waiting. The header may change afterwards.
+
+        Returns:
+            None if the payload may change at once as well; else a handle that tells when it may.
+        """
+        ...
+
+    async def drained(self) -> None:
+        """Returns once there is room to transmit more without a growing queue, or the stream is over."""
+        ...
+
+    def drop(self) -> None:
+        """Drops frames that were transmitted but have not left yet."""
+        ...
+
+    def over(self) -> None:
+        """Ends the stream's use of the carrier: nothing more is transmitted, and arrivals are ignored."""
+        ...
+
+
+class NullCarrier:
+    """A `Carrier` that leads nowhere: it drops all frames."""
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """Does nothing."""
+
+    async def drained(self) -> None:
+        """Returns at once."""
+
+    def drop(self) -> None:
+        """Does nothing."""
+
+    def over(self) -> None:
+        """Does nothing."""
+
+
+def bytes_of(payload: torch.Tensor | None) -> memoryview | None:
+    """The memory of a tensor as bytes; None for an empty tensor, and for none."""
+    if payload is None or not payload.numel():
+        return None
+    return memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies on this thread alone: torch would wake its other threads for one megabyte. Skips shape-only tensors."""
+    if not target.is_meta:
+        target.numpy()[...] = source.numpy()

@@ -11,12 +11,19 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Memory, Span
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Runtime
-from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Handler, Identity, PeerSocket, Priority
 from gradstream.transport.detours import Detours
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.offers import CHOICES, CarrierOffer, Choice, choose, shares_memory
+from gradstream.transport.offers import (
+    CHOICES,
+    CarrierOffer,
+    Choice,
+    choose,
+    host_and_port,
+    is_loopback,
+    shares_memory,
+)
 from gradstream.transport.security import Tls
 from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint

@@ -22,13 +22,19 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.throttle import Throttle
 from gradstream.transport.access import AccessControl, Service
-from gradstream.transport.addresses import leaves_machine
-from gradstream.transport.base import Caller, Handler, Identity, PeerSocket, Priority
-from gradstream.transport.carrier import Carrier, NullCarrier
-from gradstream.transport.limits import LIMITS
-from gradstream.transport.methods import METHODS, UNLISTED, Method
+from gradstream.transport.base import (
+    Caller,
+    Carrier,
+    Handler,
+    Identity,
+    NullCarrier,
+    PeerSocket,
+    Priority,
+    code_of,
+)
+from gradstream.transport.methods import LIMITS, METHODS, UNLISTED, Method
+from gradstream.transport.offers import leaves_machine
 from gradstream.transport.receive_queue import ReceiveQueue
-from gradstream.transport.refusals import code_of
 from gradstream.transport.shm.channel import Channel, PayloadChannels
 from gradstream.transport.stream import StreamCore
 from gradstream.transport.tagged_tensors import TaggedTensors

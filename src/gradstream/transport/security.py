@@ -22,7 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import NameOID
 
-from gradstream.transport.credentials import Credentials
+from gradstream.transport.proof import Credentials
 from gradstream.wire import v1
 
 _FORGET = 256  # parsed certificates that are kept

@@ -25,11 +25,17 @@ from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerL
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import STILL, to_wait_longer
-from gradstream.transport.base import Landing, Lent, Received
-from gradstream.transport.carrier import COPIED, Carrier, SendHandle
-from gradstream.transport.intake import Intake
-from gradstream.transport.receive_queue import ReceiveQueue, costs_credit
-from gradstream.transport.refusals import MISBEHAVIOUR, refused_by
+from gradstream.transport.base import (
+    COPIED,
+    MISBEHAVIOUR,
+    Carrier,
+    Landing,
+    Lent,
+    Received,
+    SendHandle,
+    refused_by,
+)
+from gradstream.transport.receive_queue import Intake, ReceiveQueue, costs_credit
 from gradstream.transport.shm.channel import Channel
 from gradstream.transport.shm.leases import ReferenceLostError
 from gradstream.transport.silence import Broadcast, Silence

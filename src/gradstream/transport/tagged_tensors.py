@@ -12,12 +12,10 @@ import torch
 from gradstream.errors import DeadlineError, RefusedError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Caller, Identity, Stream
-from gradstream.transport.carrier import copy_elements
-from gradstream.transport.refusals import code_of
+from gradstream.transport.base import Caller, Identity, Stream, code_of, copy_elements
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.dtypes import from_wire, to_wire
+from gradstream.wire.frames import from_wire, to_wire
 from gradstream.wire.window import SequenceWindow
 
 PIECE_BYTES = 1 << 20

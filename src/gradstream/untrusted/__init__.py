@@ -4,8 +4,14 @@ Other nodes, other machines, strangers on the network and files on a disk may co
 of this package turn input into a checked value or into one typed error, in bounded memory.
 """
 
-from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml
-from gradstream.untrusted.files import open_regular, read_regular, read_settings
+from gradstream.untrusted.files import (
+    DocumentError,
+    open_regular,
+    parse_json,
+    parse_toml,
+    read_regular,
+    read_settings,
+)
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import (
     LINE_BYTES,

@@ -11,7 +11,7 @@ from gradstream.checkpoint.own_state import OwnState, averaged
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers, buffers_of, load_buffers
-from gradstream.model.fixed import extra_of, fixed_of, load_fixed
+from gradstream.model.built_module import extra_of, fixed_of, load_fixed
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
 

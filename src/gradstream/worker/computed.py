@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gradstream.data.base import BatchRef
+from gradstream.errors import NonFiniteError
 from gradstream.memory import Vector
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import ComputeProgress
+
+if TYPE_CHECKING:
+    from gradstream.server.update import Update
+
+
+# ---- computed ----------------------------------------------------------------------------
 
 UNKNOWN = -1
 """Number of samples of a minibatch that a user's loop has not seen yet."""
@@ -126,3 +134,89 @@ class ComputedGradient:
         """Takes the samples away: the gradient cannot be used, and changes nothing but what is `sound` and has left."""
         self.know(0, self.lr)
         self.ready.advance(len(self.vector))
+
+
+# ---- refusals ----------------------------------------------------------------------------
+# The gradients of a worker that are not finite: nothing of them is used, and each is reported.
+#
+# No samples are behind such a gradient any more: to the exchange it is that of a worker without samples. The
+# coordinator counts the minibatch as dropped, and decides what becomes of the worker (`coordinator/nodes.py`).
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedGradient:
+    """A gradient that is not in the model.
+
+    Args:
+        ref: its minibatch.
+        samples: number of samples behind it.
+        step: number of the worker's step.
+        what: what is wrong with it, in words.
+        in_a_row: number of the worker's refused gradients in a row, with this one.
+    """
+
+    ref: BatchRef
+    samples: int
+    step: int
+    what: str
+    in_a_row: int
+
+
+class Refusals:
+    """Refuses gradients of one worker.
+
+    Args:
+        report: tells the coordinator; None ends the run at the first gradient that is not finite.
+        sound: tells it of the first finite gradient after others.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[RefusedGradient], None] | None = None,
+        sound: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._report = report
+        self._sound = sound
+        self._in_a_row = 0
+
+    def refuse(self, gradient: ComputedGradient, what: str) -> None:
+        """Takes the samples away from a gradient that has just been computed, so that it is not used.
+
+        With `overlap`, chunks that were sent during backprop, before the first number that is not finite, are used.
+
+        Args:
+            gradient: the gradient.
+            what: what is wrong with it, in words.
+
+        Raises:
+            NonFiniteError: the run shall end.
+        """
+        if self._report is None:
+            raise NonFiniteError(
+                f"{what}; lower the learning rate, scale the inputs, or clip the gradient. Nothing of this gradient "
+                "was applied, except for chunks that were pushed during its computation (overlap)"
+            )
+        self._in_a_row += 1
+        ref, samples = gradient.batch.ref, gradient.samples
+        self._report(RefusedGradient(ref, samples, gradient.step, what, self._in_a_row))
+        gradient.refuse()
+
+    def passed(self) -> None:
+        """Notes that a gradient is finite."""
+        if self._in_a_row:
+            self._in_a_row = 0
+            self._sound()
+
+
+# ---- observer ----------------------------------------------------------------------------
+# Watches a worker's gradients and updates: a replay does, to tell which samples are in an update.
+
+
+class Observer:
+    """Hears of every gradient and update of a worker, and does nothing."""
+
+    def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:
+        """The gradient of a minibatch is computed."""
+
+    def handed_over(self, rank: int, update: Update) -> None:
+        """Gradients have been put into this update, which will be pushed."""

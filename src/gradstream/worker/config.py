@@ -22,11 +22,11 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.strategies.base import Strategy
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
-from gradstream.wire.parts import role_of_part
+from gradstream.wire.chunks import role_of_part
+from gradstream.worker.computed import Observer
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import Loop
-from gradstream.worker.observer import Observer
 from gradstream.worker.replica.updater import UpdateRule
 
 

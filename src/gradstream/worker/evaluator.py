@@ -18,8 +18,7 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import DiskEvent, EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.due_evaluations import DueEvaluations
-from gradstream.worker.evaluation import Evaluation, check_goals, check_outputs, evaluate
+from gradstream.worker.evaluation import DueEvaluations, Evaluation, check_goals, check_outputs, evaluate
 from gradstream.worker.final_model import keep_if_best
 from gradstream.worker.parts.worker import Lead
 from gradstream.worker.replica.base import Replica

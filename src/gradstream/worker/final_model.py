@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from gradstream.checkpoint.format import save
 from gradstream.checkpoint.manifest import Evaluated
-from gradstream.checkpoint.model_file import save
 from gradstream.errors import DiskError
 from gradstream.memory import trim
 from gradstream.model.base import Model

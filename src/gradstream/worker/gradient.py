@@ -22,9 +22,7 @@ from gradstream.data.base import BatchPlan, BatchRef, Feed
 from gradstream.data.joined import parts_of
 from gradstream.errors import GradstreamError, NonFiniteError, UserCodeError
 from gradstream.memory import Vector
-from gradstream.model.base import Model
-from gradstream.model.batch import Batch
-from gradstream.model.check import usable
+from gradstream.model.base import Batch, Model, usable
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report, Runtime, Work
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch

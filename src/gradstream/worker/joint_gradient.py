@@ -10,8 +10,7 @@ import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
-from gradstream.model.base import Reduction
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Reduction
 from gradstream.runtime.base import Report
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource

@@ -16,8 +16,7 @@ import torch
 from gradstream.data.joined import parts_of
 from gradstream.errors import NonFiniteError
 from gradstream.memory import Memory, Vector
-from gradstream.model.batch import Batch
-from gradstream.model.check import usable
+from gradstream.model.base import Batch, usable
 from gradstream.runtime.base import Report
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.gradient import Differentiator

@@ -18,9 +18,8 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import InternalError
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, usable
 from gradstream.model.buffers import Buffers
-from gradstream.model.check import usable
 from gradstream.runtime.base import Report, Runtime
 from gradstream.telemetry.events import LogEvent
 from gradstream.transport.base import Endpoint

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradstream.errors import GradstreamError, UserCodeError
-from gradstream.model.batch import Batch, leaves_of, map_leaves
+from gradstream.model.base import Batch, leaves_of, map_leaves
 
 MAX_KEPT_BYTES = 512 << 20
 """Most bytes of outputs and targets that are kept for metrics that are functions."""

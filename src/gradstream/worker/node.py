@@ -6,25 +6,30 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from gradstream.checkpoint.carried import Carried
+from gradstream.checkpoint.folder import MODEL, read_own, read_tensors
+from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.own_state import EXTRA_FILE
+from gradstream.checkpoint.snapshot import Carried
 from gradstream.collectives.meetings import Meetings
-from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import Member, PhaseOverError, names_of
+from gradstream.coordinator.client.presence import EvictedError
+from gradstream.coordinator.client.requests import Assigned
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
-from gradstream.errors import RefusedError, UserCodeError
-from gradstream.memory import Vector
-from gradstream.runtime.base import Runtime
+from gradstream.data.shares import WorkerSpeed
+from gradstream.errors import GradstreamError, RefusedError, UserCodeError
+from gradstream.memory import Vector, trim
+from gradstream.model.buffers import buffers_of, load_buffers
+from gradstream.model.built_module import fixed_of, load_fixed
+from gradstream.recording import BatchesAssigned, IntervalBegun, Log, SnapshotReached
+from gradstream.runtime.base import Runtime, Work
 from gradstream.strategies.base import PeerStrategy, ServerStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.worker.balance import ShareReporter
 from gradstream.worker.batch_gate import BatchGate
-from gradstream.worker.batch_queue import BatchQueue
-from gradstream.worker.beginning import fill_parameters, restore_own
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluator import Evaluator
@@ -34,10 +39,113 @@ from gradstream.worker.final_model import write_final_model
 from gradstream.worker.loop import LoopContext, LoopSource
 from gradstream.worker.parts.lead import LedSchedule
 from gradstream.worker.parts.worker import Lead
-from gradstream.worker.recorder import WorkerRecorder
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
-from gradstream.worker.schedule import Schedule
+from gradstream.worker.schedule import BatchQueue, BatchSource, Schedule, ShareReporter
+
+# ---- recorder ----------------------------------------------------------------------------
+# Records everything that a worker is told and a replay could not find out again.
+
+
+class WorkerRecorder:
+    """Records the minibatches that a worker is assigned, and where it stands and is resumed.
+
+    Each entry is written at once, so that none is lost if the worker is killed.
+
+    Args:
+        source: assigns minibatches.
+        log: the recording; None records nothing.
+    """
+
+    def __init__(self, source: BatchSource, log: Log | None) -> None:
+        self._source = source
+        self._log = log
+
+    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
+        """See `WorkerRequests.assign`."""
+        answer = await self._source.assign(wait, in_hand, stretch)
+        if self._log is not None:
+            self._log.add(BatchesAssigned(tuple(answer.refs), answer.complete, answer.interval))
+            self._log.flush()
+        return answer
+
+    def stood(self, begun: int, ends: bool) -> None:
+        """See `BatchGate`."""
+        if self._log is not None:
+            self._log.add(SnapshotReached(begun, ends))
+            self._log.flush()
+
+    def interval_begun(self, begun: int, interval: v1.Interval, phase: str) -> None:
+        """See `BatchGate`."""
+        if self._log is not None:
+            self._log.add(IntervalBegun(begun, interval.number, phase))
+            self._log.flush()
+
+
+# ---- beginning ---------------------------------------------------------------------------
+# A worker's state at the beginning: the model's first parameters, or its own part of a checkpoint.
+
+
+async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Vector) -> None:
+    """Writes the model's first parameters, which depend on the seed alone.
+
+    Args:
+        config: configuration of the worker.
+        runtime: runtime of the worker's node.
+        parameters: (E,), overwritten; undefined after an error.
+
+    Raises:
+        UserCodeError: the model's `init` raised.
+    """
+
+    def init(_: object) -> None:
+        try:
+            config.model.init(config.seed, parameters.tensor)
+        except GradstreamError:
+            raise
+        except (Exception, SystemExit) as error:
+            message = f"{runtime.node}: the model's init raised {type(error).__name__}: {error}"
+            raise UserCodeError(message, traceback.format_exc()) from error
+        trim(parameters.tensor.nbytes)
+
+    await runtime.compute(init, work=Work("init", elems=len(parameters)), writes=[parameters.all])
+
+
+async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, resume: Resume) -> bool:
+    """Restores what this worker had of its own: buffers, samples gone through, and the state of a user's loop.
+
+    Returns:
+        Whether the buffers are those of the checkpoint. False: the checkpoint is not on this worker's disk.
+
+    Raises:
+        DataError, OSError: the checkpoint cannot be read.
+    """
+    model, storage = config.model, runtime.storage
+    found = True
+    if buffers_of(model):
+        kept = await runtime.beside(
+            lambda: read_own(storage, resume.folder, runtime.node), work=Work("restore")
+        )
+        found = kept is not None
+        if kept is not None:
+            load_buffers(model, kept.buffers)
+            replica.samples = kept.samples
+    if config.loop is not None:
+        replica.samples = resume.samples.get(runtime.node, 0)
+        frozen = list(fixed_of(model).frozen)  # the script may have made different ones this time
+        if frozen:
+            read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
+            load_fixed(model, await runtime.beside(read, work=Work("restore")))
+    if config.gradients_only:
+        extra = await runtime.beside(
+            lambda: read_own(storage, resume.folder, EXTRA_FILE), work=Work("restore")
+        )
+        if extra is not None:
+            load_fixed(model, extra.buffers)
+    return found
+
+
+# ---- node --------------------------------------------------------------------------------
 
 VITALS_EVERY_S = 1.0
 

@@ -11,15 +11,14 @@ import torch
 
 from gradstream.checkpoint.format import TensorSpec, spec_of, to_spec
 from gradstream.memory import trim
-from gradstream.model.arrays import as_numpy
 from gradstream.model.base import Layout, Model
-from gradstream.model.buffers import buffers_of
-from gradstream.model.fixed import fixed_of
+from gradstream.model.buffers import as_numpy, buffers_of
+from gradstream.model.built_module import fixed_of
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
+from gradstream.wire.frames import to_wire
 from gradstream.worker.config import WorkerConfig
 
 

@@ -12,7 +12,7 @@ import click
 from gradstream.cli.options import json_option
 
 if TYPE_CHECKING:
-    from gradstream.job.plugins import Plugin
+    from gradstream.job.registry import Plugin
     from gradstream.preflight.allreduce import AllreduceResult
     from gradstream.transport.offers import Choice
 
@@ -29,8 +29,7 @@ def plugins(as_json: bool) -> None:
     Examples:
       gradstream plugins
     """
-    from gradstream.job.plugins import GROUPS
-    from gradstream.job.registry import catalogue
+    from gradstream.job.registry import GROUPS, catalogue
 
     rows = [(offer, fault) for kind in GROUPS for offer, fault in examined(catalogue(kind))]
     for _, fault in rows:
@@ -48,7 +47,7 @@ def plugins(as_json: bool) -> None:
 def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
     """Each member of one family with its fault, or "". Built-in members are not loaded."""
     from gradstream.errors import ConfigError
-    from gradstream.job.plugins import BUILT_IN, key_of
+    from gradstream.job.registry import BUILT_IN, key_of
 
     times = Counter(key_of(offer.name) for offer in offers)
     rows = []
@@ -95,8 +94,7 @@ def get(name: str, url: str | None) -> None:
       gradstream data get caltech101
     """
     from gradstream.data.sources import SOURCES, fetch, find
-    from gradstream.job.plugins import key_of
-    from gradstream.job.registry import class_of
+    from gradstream.job.registry import class_of, key_of
 
     make = class_of("data set", name)
     source = SOURCES.get(key_of(name))
@@ -117,8 +115,7 @@ def info(name: str | None) -> None:
     Examples:
       gradstream data info caltech101
     """
-    from gradstream.job.plugins import key_of
-    from gradstream.job.registry import catalogue, class_of
+    from gradstream.job.registry import catalogue, class_of, key_of
 
     known = {offer.name: offer.origin for offer in catalogue("data set")}
     if name is not None:
@@ -129,8 +126,7 @@ def info(name: str | None) -> None:
 
 def _text(name: str, origin: str) -> str:
     from gradstream.data.sources import SOURCES, find
-    from gradstream.job.plugins import BUILT_IN
-    from gradstream.job.registry import class_of
+    from gradstream.job.registry import BUILT_IN, class_of
 
     source = SOURCES.get(name) if origin == BUILT_IN else None
     if source is None:

@@ -239,8 +239,8 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     import dataclasses
     import json
 
-    from gradstream.run.effective_settings import effective, to_toml
     from gradstream.run.planning import plan_run
+    from gradstream.run.records import effective, to_toml
 
     plan = plan_run(load_job_with(job, **given), "config")
     if as_json:

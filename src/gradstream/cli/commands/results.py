@@ -101,9 +101,8 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
 
     from gradstream.cli.report import evaluation_rows, print_rows
     from gradstream.job.registry import find_dataset
-    from gradstream.run.final_evaluation import keep_evaluation
-    from gradstream.run.reopen import reopen
-    from gradstream.run.result import FINAL_MODEL
+    from gradstream.run.failures import keep_evaluation
+    from gradstream.run.result import FINAL_MODEL, reopen
 
     opened, file = reopen(run, checkpoint=checkpoint, data=None if data is None else find_dataset(data))
     evaluation = opened.evaluate()

@@ -36,7 +36,7 @@ def runs(folder: Path, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from gradstream.run.listing import list_runs
+    from gradstream.run.result import list_runs
     from gradstream.untrusted import escaped, say
 
     found = list_runs(folder)
@@ -85,8 +85,8 @@ def attach(run: Path, as_json: bool) -> None:
         sys.exit(follow_hosts(fleet, run))
     from gradstream.cli.report import print_end
     from gradstream.errors import Interrupted
-    from gradstream.report.display import Display
-    from gradstream.run.final_evaluation import evaluation_of_run
+    from gradstream.report.progress_line import Display
+    from gradstream.run.failures import evaluation_of_run
     from gradstream.runs import attach as follow
     from gradstream.untrusted import say
 

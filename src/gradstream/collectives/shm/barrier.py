@@ -24,15 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from gradstream.collectives.shm.control_block import (
-    ARRIVED,
-    ASLEEP,
-    BEATS,
-    CORE,
-    FAILURE,
-    ControlBlock,
-    fence,
-)
 from gradstream.collectives.shm.native import (
     COUNT,
     DONE,
@@ -45,7 +36,16 @@ from gradstream.collectives.shm.native import (
     State,
     native,
 )
-from gradstream.collectives.shm.rendezvous import MESSAGE_BYTES
+from gradstream.collectives.shm.rendezvous import (
+    ARRIVED,
+    ASLEEP,
+    BEATS,
+    CORE,
+    FAILURE,
+    MESSAGE_BYTES,
+    ControlBlock,
+    fence,
+)
 from gradstream.collectives.shm.steps import Steps
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.transport.socket.unix import recv_descriptors

@@ -14,9 +14,15 @@ from types import TracebackType
 import torch
 
 from gradstream.collectives.shm.barrier import HostBarrier, Peer, PeerFailure
-from gradstream.collectives.shm.control_block import BEATS, BLOCK_BYTES, ControlBlock, available
 from gradstream.collectives.shm.operations import SharedOperations
-from gradstream.collectives.shm.rendezvous import RendezvousMembers, meet
+from gradstream.collectives.shm.rendezvous import (
+    BEATS,
+    BLOCK_BYTES,
+    ControlBlock,
+    RendezvousMembers,
+    available,
+    meet,
+)
 from gradstream.collectives.shm.steps import Steps
 from gradstream.collectives.shm.vectors import Vectors
 from gradstream.errors import ClosedError, ConfigError, GradstreamError

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gradstream.collectives.shm import control_block as block
+from gradstream.collectives.shm import rendezvous as block
 
 DONE, NOT_DONE, WAKE, SPREAD = range(4)
 """How `arrive`, `look` and `small` end.

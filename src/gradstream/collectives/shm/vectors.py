@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradstream.collectives.shm.barrier import HostBarrier, Peer
-from gradstream.collectives.shm.control_block import DTYPES, Call
+from gradstream.collectives.shm.rendezvous import DTYPES, Call
 from gradstream.errors import ConfigError
 from gradstream.memory import ALIGNMENT_BYTES, Span, Vector
 from gradstream.memory.segments import Segment

@@ -32,9 +32,8 @@ from gradstream.errors import ClosedError, ConfigError, GradstreamError, Interna
 from gradstream.memory import Loan, Span, Vector
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.runtime.real import RealRuntime
-from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Endpoint
-from gradstream.transport.offers import CarrierOffer
+from gradstream.transport.offers import CarrierOffer, host_and_port, is_loopback
 
 BLAME_S = 5.0
 """Longest wait for the name of the rank that has broken an operation, which comes over another connection."""

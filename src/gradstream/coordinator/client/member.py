@@ -9,12 +9,11 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable
 
-from gradstream.coordinator.client.lifeline import EvictedError, Lifeline
-from gradstream.coordinator.client.presence import Presence
+from gradstream.coordinator.client.presence import EvictedError, Lifeline, Presence
 from gradstream.coordinator.client.reporter import Reporter
 from gradstream.coordinator.client.requests import WorkerRequests
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.coordinator.run_clock import RunClock
+from gradstream.coordinator.relay import RunClock
 from gradstream.errors import (
     ClosedError,
     DeadlineError,
@@ -29,7 +28,7 @@ from gradstream.telemetry.events import CarriersEvent, DamagedEvent
 from gradstream.transport.base import Endpoint, Priority
 from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
-from gradstream.wire.dtypes import itemsize_bytes
+from gradstream.wire.frames import itemsize_bytes
 
 GATHER_S = 0.25
 """How long reports wait for others that go out in the same beat, where the deadlines allow it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gradstream.coordinator.event_gate import in_beats
-from gradstream.coordinator.receipts import receipt_of
-from gradstream.coordinator.run_clock import RunClock
+from gradstream.coordinator.presence_service import in_beats
+from gradstream.coordinator.progress import receipt_of
+from gradstream.coordinator.relay import RunClock
 from gradstream.data.base import BatchRef
-from gradstream.runtime.wakeup import Wakeup
+from gradstream.runtime.tasks import Wakeup
 from gradstream.telemetry.events import Event, encode
 from gradstream.wire import v1
 

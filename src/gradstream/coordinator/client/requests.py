@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from gradstream.coordinator.client.presence import REDIAL_S
 from gradstream.coordinator.client.reporter import Reporter
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.coordinator.receipts import ref_of
+from gradstream.coordinator.progress import ref_of
 from gradstream.data.base import BatchRef
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.data.shares import WorkerSpeed

@@ -19,11 +19,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from gradstream.coordinator.durable.state import KeptState
+from gradstream.coordinator.durable.state import KeptState, StateError, decode
 from gradstream.coordinator.durable.store import StateStore, SupersededError
-from gradstream.coordinator.durable.values import StateError, decode
 from gradstream.runtime.base import Runtime, Work
-from gradstream.runtime.wakeup import Wakeup
+from gradstream.runtime.tasks import Wakeup
 
 PACE_S = 0.1
 """Seconds until a change is stored that nobody waits for."""

@@ -17,7 +17,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradstream.coordinator.durable.values import MAX_BYTES, RESUME, StateError
+from gradstream.coordinator.durable.state import MAX_BYTES, RESUME, StateError
 from gradstream.errors import GradstreamError
 
 STORE = "coordinator.db"

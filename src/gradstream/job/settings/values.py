@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from gradstream.job.code import find_function
 from gradstream.job.descriptions import revived
-from gradstream.job.places import find_function
 from gradstream.untrusted import escaped, parse_json
 
 NONE, TRUE, FALSE = "none", ("true", "yes", "on", "1"), ("false", "no", "off", "0")

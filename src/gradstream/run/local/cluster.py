@@ -14,7 +14,7 @@ from gradstream.errors import InternalError
 from gradstream.run.local.link import ForkserverLink
 from gradstream.runtime.storage import private_folder
 
-NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.script:main"
+NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.placement:main"
 """Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
 
 HANG_UP_S = 5.0

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
-from gradstream.machine.description import num_cores
+from gradstream.errors import ConfigError
+from gradstream.machine.description import interfaces, num_cores
+from gradstream.transport.offers import is_loopback
+
+# ---- environment -------------------------------------------------------------------------
 
 SWITCH_INTERVAL_S = 2e-4
 """Seconds for which a computing thread keeps Python's GIL while the event loop waits for it.
@@ -55,3 +66,139 @@ def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
         **{name: os.environ.get(name, value) for name, value in wanted.items()},
         "PYTHONHASHSEED": hash_seed(),
     }
+
+
+# ---- ranks -------------------------------------------------------------------------------
+# Sets the environment of a script: its rank, and the address at which torch.distributed meets.
+#
+# The variables are those of torchrun, so that the script's own `init_process_group` and libraries work alike.
+
+
+def hold_port(host: str, port: int = 0) -> socket.socket:
+    """Reserves a port for the process group of a script for as long as the returned socket is open.
+
+    The socket does not listen, so worker 0 can listen there: torch reuses addresses, as servers do.
+
+    Args:
+        host: an address of this machine.
+        port: the port; 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    family, kind, proto, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    held = socket.socket(family, kind, proto)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind(place)
+    except OSError as error:
+        held.close()
+        raise ConfigError(
+            f"port {port} of {host} cannot be reserved for the script's own torch.distributed "
+            f"({error.strerror}): name another port with --listen, or give --listen no port"
+        ) from None
+    return held
+
+
+def set_environment(rank: int, size: int, per_machine: int, master: tuple[str, int], own: str) -> None:
+    """Sets the variables of one worker, in its process.
+
+    Args:
+        rank: rank of the worker.
+        size: number of workers.
+        per_machine: number of workers on each machine; the first machine has the lowest ranks.
+        master: host and port at which rank 0 listens where the script makes a process group.
+        own: host at which the others reach this worker.
+    """
+    machine, local = divmod(rank, per_machine)
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": per_machine,
+        "GROUP_RANK": machine,
+        "GROUP_WORLD_SIZE": size // per_machine,
+        "NODE_RANK": machine,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+    }
+    os.environ.update({name: str(value) for name, value in values.items()})
+    # A torchrun that has started the launcher sets it, but its store is not at MASTER_ADDR.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    names = [name for name, address in interfaces().items() if address == own and not is_loopback(own)]
+    if names:
+        # Without it gloo takes the address of the host name, which on many systems no other machine reaches.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+
+
+# ---- signals -----------------------------------------------------------------------------
+# Handles Ctrl-C and SIGTERM during a run: the first asks it to stop, the second ends it at once.
+#
+# A further SIGTERM changes nothing: the processes of the run are being ended.
+#
+# The launcher passes it on to nodes as `stop_signal`. Slurm sends SIGTERM to all processes of a step at once, nodes
+# included; there they ignore it, and wait for what the launcher decides.
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+def stop_signal() -> signal.Signals:
+    """The signal by which a launcher asks a coordinator to stop and a worker to leave, in this environment."""
+    return signal.SIGUSR1 if "SLURM_STEP_NUM_TASKS" in os.environ else signal.SIGTERM
+
+
+def sigterm_of_nodes() -> signal.Handlers:
+    """What a node does at SIGTERM before it has a handler of its own."""
+    return signal.SIG_DFL if stop_signal() is signal.SIGTERM else signal.SIG_IGN
+
+
+class StopSignals:
+    """Handles the two signals of this process. Use it as a context manager, in the main thread.
+
+    In another thread, where Python does not allow signal handlers, it does nothing. A signal that was
+    ignored before (a script under `nohup`, or in the background of a shell) stays ignored.
+
+    Attributes:
+        asked: whether a signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._ended = False
+        self._is_held = False
+        self._late: int | None = None  # a signal that was put off
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in NUMBERS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Puts off a second signal, which ends this process, to the end of the context."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._late is not None:
+            self._handle(self._late, None)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if not self.asked:
+            self.asked = True
+        elif self._is_held:
+            self._late = number
+        elif number != signal.SIGTERM:
+            raise KeyboardInterrupt
+        elif not self._ended:
+            self._ended = True
+            raise SystemExit(128 + number)

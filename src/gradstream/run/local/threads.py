@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradstream.run.local.cluster import NODE, Cluster
-from gradstream.run.local.environment import SWITCH_INTERVAL_S
-from gradstream.run.local.signals import stop_signal
+from gradstream.run.local.environment import SWITCH_INTERVAL_S, stop_signal
 
 HANG_UP_S = 10.0
 GOODBYE_S = 2.0  # longer than an endpoint takes to close: interrupted, it would leave a server behind

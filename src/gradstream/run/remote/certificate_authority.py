@@ -6,18 +6,113 @@ a machine, vouches for the service, and through it for every node of the run.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gradstream.errors import RefusedError
-from gradstream.run.remote.certificates import Key, certificate_builder, common_name
-from gradstream.transport.credentials import Credentials
+from gradstream.run.remote.members import Seat
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.transport.proof import Credentials
 from gradstream.transport.security import Tls
+from gradstream.wire import v1
+
+# ---- certificates ------------------------------------------------------------------------
+# Keys and certificates: what a certificate authority makes them of. Imports nothing of the network.
+
+LIFE = datetime.timedelta(days=30)
+SKEW = datetime.timedelta(hours=1)  # clocks of machines differ
+
+
+class Key:
+    """A key pair that a machine makes for its own nodes. The private half does not leave it."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+
+    @property
+    def pem(self) -> bytes:
+        """The private key."""
+        return self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+    def request(self) -> bytes:
+        """A certificate signing request: proof of having the key. The names are the authority's to give."""
+        request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+        return request.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def self_signed(name: str) -> tuple[bytes, bytes]:
+    """Certificate and key, PEM, of a server that vouches for itself: whoever gets the certificate trusts it alone."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    who = common_name(name)
+    made = certificate_builder(who, who, key.public_key(), [name], is_authority=True)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), pem
+
+
+def common_name(common: str) -> x509.Name:
+    """The subject of a certificate."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+
+def certificate_builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    names: list[str],
+    *,
+    is_authority: bool,
+) -> x509.CertificateBuilder:
+    """A certificate that is to be signed.
+
+    Args:
+        subject: whose it is.
+        issuer: who signs it.
+        key: the public key of the subject.
+        names: names of nodes that it vouches for.
+        is_authority: whether the subject may sign others.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + LIFE)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True)
+        .add_extension(usage, True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), False)
+    )
+
+
+# ---- certificate authority ---------------------------------------------------------------
 
 LAUNCHER = "launcher"
 """The name in the authority's own certificate."""
@@ -82,3 +177,55 @@ class CertificateAuthority:
             raise RefusedError(LAUNCHER, "BAD_REQUEST", message) from None
         made = certificate_builder(common_name(name), self._name, public, [name], is_authority=False)
         return made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+# ---- invitation --------------------------------------------------------------------------
+# What a run tells the machines that join it, and the certificates that it gives to their nodes.
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """The description of a run for the machines that join it.
+
+    Args:
+        spec: description of the plan for the nodes, JSON.
+        files: SHA-256 of the user's other files that nodes read, by name.
+        deadlines: deadlines of the run.
+        port_of: the port at which a node listens, by the node's name; 0 takes a free one.
+        zero_ns: see `RunClock`, on this machine; None before training.
+    """
+
+    spec: str
+    files: Mapping[str, str]
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    port_of: Callable[[str], int] = lambda _: 0
+    zero_ns: Callable[[], int | None] = lambda: None
+
+    def grant(
+        self, seat: Seat, request: bytes, authority: CertificateAuthority | None, waiting: str
+    ) -> v1.Grant:
+        """Admits a machine.
+
+        Args:
+            seat: its place in the run.
+            request: its certificate signing request.
+            authority: signs certificates; None for a run in plain text.
+            waiting: what the run waits for, in words.
+        """
+        return v1.Grant(
+            spec=self.spec,
+            files=self.files,
+            machine=seat.machine,
+            waiting=waiting,
+            nodes=[self.certified(name, request, authority) for name in seat.nodes],
+        )
+
+    def certified(self, name: str, request: bytes, authority: CertificateAuthority | None) -> v1.Certified:
+        """A node with a certificate that no other process has had: that of a lost one is revoked."""
+        certificate = authority.sign(name, request) if authority else b""
+        return v1.Certified(name=name, certificate=certificate, port=self.port_of(name))
+
+    def age_ns(self, now_ns: int) -> int:
+        """Time since training began; 0 before it has."""
+        zero_ns = self.zero_ns()
+        return 0 if zero_ns is None else max(1, now_ns - zero_ns)

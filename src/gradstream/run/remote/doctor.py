@@ -15,8 +15,7 @@ from gradstream.machine.doctor import DoctorResult, megabytes_s
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER
 from gradstream.run.remote.join_service import JOB
-from gradstream.run.remote.measure import LinkSpeed, measure
-from gradstream.run.remote.reach import check_fingerprint, connect, resolve, shake_hands
+from gradstream.run.remote.reach import LinkSpeed, check_fingerprint, connect, measure, resolve, shake_hands
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.endpoint import GrpcEndpoint

@@ -15,16 +15,14 @@ from gradstream.errors import ConfigError, JoinRefusedError, PeerLostError, Refu
 from gradstream.job.job import Job, is_script
 from gradstream.machine.description import num_cores
 from gradstream.machine.resources import free_memory_bytes
-from gradstream.run.remote.address import Address, local_address, new_token
-from gradstream.run.remote.certificate_authority import LAUNCHER
-from gradstream.run.remote.certificates import Key
+from gradstream.run.remote.address import Address, local_address, moved, new_token
+from gradstream.run.remote.certificate_authority import LAUNCHER, Key
 from gradstream.run.remote.facts import facts_of, file_hash
 from gradstream.run.remote.join_service import JOB
-from gradstream.run.remote.places import moved
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Priority, Stream
-from gradstream.transport.credentials import Credentials
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
+from gradstream.transport.proof import Credentials
 from gradstream.transport.security import Tls
 from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1

@@ -24,14 +24,13 @@ from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.run.failures import how_ended
 from gradstream.run.local import NODE, SCRIPT, LocalCluster
-from gradstream.run.local.environment import node_environment
-from gradstream.run.local.signals import stop_signal
+from gradstream.run.local.environment import node_environment, stop_signal
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.reach import reach
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import private_folder
-from gradstream.untrusted.names import check_name
+from gradstream.untrusted.text import check_name
 from gradstream.wire import v1
 
 POLL_S = 0.05

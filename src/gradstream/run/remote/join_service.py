@@ -17,13 +17,12 @@ from typing import Any
 from gradstream._version import __version__
 from gradstream.errors import DeadlineError, GradstreamError, RefusedError
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
-from gradstream.run.remote.invitation import Invitation
-from gradstream.run.remote.measure import serve_measure
+from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority, Invitation
 from gradstream.run.remote.members import MachineMembers, Seat
+from gradstream.run.remote.reach import serve_measure
 from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.tasks import Wakeup
 from gradstream.runtime.throttle import Throttle
-from gradstream.runtime.wakeup import Wakeup
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.untrusted import LINE_BYTES, counted, escaped

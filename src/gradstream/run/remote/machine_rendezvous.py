@@ -15,16 +15,14 @@ from gradstream.errors import DeadlineError, exit_code
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.losses import losses_of_all
 from gradstream.run.plan import RunPlan
-from gradstream.run.remote.address import new_token
-from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
+from gradstream.run.remote.address import files_of, new_token
+from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority, Invitation
 from gradstream.run.remote.facts import facts_of, file_hash
-from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening
 from gradstream.run.remote.members import MachineMembers, RankMembers, name_of_rank
-from gradstream.run.remote.places import files_of
 from gradstream.telemetry.events import Event, InsecureEvent, MachineEvent, WaitingEvent
-from gradstream.transport.credentials import Credentials
+from gradstream.transport.proof import Credentials
 from gradstream.untrusted import escaped, tell
 
 REMIND_S = 30.0

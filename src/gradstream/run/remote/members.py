@@ -11,9 +11,9 @@ from gradstream.errors import ConfigError
 from gradstream.run.remote.facts import difference
 from gradstream.run.remote.listening import ServersOn
 from gradstream.untrusted import escaped
-from gradstream.untrusted.names import check_name
+from gradstream.untrusted.text import check_name
 from gradstream.wire import v1
-from gradstream.wire.parts import member_name
+from gradstream.wire.chunks import member_name
 
 NO_NAME = r"[^\w.-]"
 

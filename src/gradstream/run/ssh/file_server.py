@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from gradstream.errors import PeerLostError, RefusedError
-from gradstream.run.remote.certificates import self_signed
+from gradstream.run.remote.certificate_authority import self_signed
 
 SILENCE_S = 30.0
 """A connection on which nothing moves for so long is closed."""

@@ -18,12 +18,9 @@ from gradstream.codec.base import Codec
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import awaited_later
-from gradstream.server.client.arrival import Arrival, SparseDelta
-from gradstream.server.client.coded_push import PushCodec
-from gradstream.server.client.fetch import PendingFetchRequest
+from gradstream.server.client.fetch import Arrival, PendingFetchRequest, SparseDelta
 from gradstream.server.client.links import ShardLinks
-from gradstream.server.client.push import PendingPushRequest
-from gradstream.server.client.settled import SettledPushes
+from gradstream.server.client.push import PendingPushRequest, PushCodec, SettledPushes
 from gradstream.server.procedure import StepResult
 from gradstream.server.rows import RowMap
 from gradstream.server.update import Update

@@ -2,16 +2,240 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
+from gradstream.codec.base import WORD, Codec, words_of
 from gradstream.errors import PeerLostError, RefusedError
-from gradstream.server.client.arrival import Arrival, SparseDelta
+from gradstream.memory import Vector
+from gradstream.runtime.base import ComputeProgress
 from gradstream.server.client.links import ShardLinks
+from gradstream.server.rows import RowMap, RowPart, unpack
 from gradstream.transport.base import Received
 from gradstream.wire import v1
+from gradstream.wire.frames import CODED
+
+# ---- arrival -----------------------------------------------------------------------------
+# The result of a fetch: all parameters, some of their chunks, or the rows that have changed.
+
+
+class Arrival:
+    """A fetch under way.
+
+    Args:
+        vector: the chunks land in it. It is lent for writing until the fetch is done.
+        num_chunks: number of chunks of the vector.
+        chunks: the chunks that are fetched; None for all.
+        codec: decodes the chunks; None where they come as they are.
+
+    Attributes:
+        versions: version of each chunk; -1 for a chunk that has not landed.
+        clocks: clock of each chunk.
+        num_landed: number of chunks that have landed.
+        size_bytes: bytes of payloads so far.
+        task: the task of the fetch.
+    """
+
+    def __init__(
+        self,
+        vector: Vector,
+        num_chunks: int,
+        chunks: Sequence[int] | None = None,
+        codec: Codec | None = None,
+    ) -> None:
+        self.vector = vector
+        self._codec = codec
+        self.chunks = range(num_chunks) if chunks is None else chunks
+        self.versions = [-1] * num_chunks
+        self.clocks = [0] * num_chunks
+        self.num_landed = ComputeProgress()
+        self.size_bytes = 0
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self.task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+
+    async def done(self) -> None:
+        """Returns once all chunks have landed. Raises the error of the fetch if it failed."""
+        assert self.task is not None
+        try:
+            await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if self._failure is not None and self.task.cancelled():
+                raise self._failure from None
+            raise
+
+    def fail(self, failure: BaseException) -> None:
+        """Ends the fetch with this error, unless it is over: what it waits for cannot come any more."""
+        if self.task is not None and not self.task.done():
+            self._failure = failure
+            self.task.cancel()
+
+    def borrowed(self, to: str) -> AbstractContextManager[object]:
+        """Lends the vector for writing."""
+        return self.vector.all.borrowed(write=True, to=to)
+
+    def known(self, chunk: int) -> int | None:
+        """The version of a chunk that this worker has, -1 for none; None asks for the whole chunk."""
+        return None
+
+    def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
+        """Memory for the payload of a chunk that is about to arrive; None has the carrier allocate it."""
+        return None if self._codec is not None else self.vector.tensor[start:stop]
+
+    def take(
+        self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
+    ) -> None:
+        """Takes in a chunk, elements [start, stop) of the vector.
+
+        Args:
+            peer: node name of the shard.
+            header: header of the chunk.
+            start, stop: bounds of the chunk in the vector.
+            payload: the payload; None if the chunk has none.
+            landed: whether the payload is already in the memory that `place` gave.
+
+        Raises:
+            RefusedError: the client did not ask for the chunk, or it does not fit. Nothing was changed.
+        """
+        target, size_bytes = self.vector.tensor[start:stop], (stop - start) * self.vector.tensor.itemsize
+        if self._codec is not None or header.flags & CODED:
+            size_bytes = self._decode(peer, header, payload, target)
+        elif payload is None or not landed:
+            _check(peer, header, payload, target)
+            assert payload is not None
+            target.copy_(payload)
+        self.size_bytes += size_bytes
+        self.land(header.index, header.version, header.clock)
+
+    def _decode(self, peer: str, header: v1.Chunk, payload: torch.Tensor | None, target: torch.Tensor) -> int:
+        """Decodes a chunk into its place, and returns the bytes that have come."""
+        codec, elems = self._codec, len(target)
+        if codec is None or not header.flags & CODED:
+            what = "elements" if codec is not None else "words of a codec"
+            raise _bad(peer, header, f"{what}; all nodes must have the same fetch_codec")
+        words = words_of(codec, elems)
+        if payload is None or (payload.dtype, len(payload)) != (WORD, words):
+            got = "nothing" if payload is None else f"{len(payload)} words of {payload.dtype}"
+            raise _bad(peer, header, f"{got}, expected {words} words of {WORD}, by fetch_codec={codec}")
+        if not payload.is_meta:
+            codec.decode(payload.view(torch.uint8)[: codec.encoded_bytes(elems)], target)
+        return payload.nbytes
+
+    @property
+    def clock(self) -> int:
+        """The parameters include at least this number of updates of every worker that takes part."""
+        return min((self.clocks[chunk] for chunk in self.chunks), default=0)
+
+    def land(self, chunk: int, version: int, clock: int = 0) -> None:
+        """Notes that a chunk has landed."""
+        self.versions[chunk], self.clocks[chunk] = version, clock
+        self.num_landed.advance(self.num_landed.value + 1)
+        self.release(chunk)
+
+    def release(self, chunk: int) -> None:
+        """Wakes every task that waits for a chunk."""
+        for future in self._waiters.pop(chunk, ()):
+            if not future.done():
+                future.set_result(None)
+
+    async def landed(self, chunk: int) -> None:
+        """Returns once a chunk has landed, or the fetch is over."""
+        if self.versions[chunk] < 0 and self.task is not None and not self.task.done():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(chunk, []).append(future)
+            await future
+
+
+class SparseDelta(Arrival):
+    """A fetch of changed rows. It holds them until `apply_to` writes them.
+
+    Args:
+        rows: the rows of every chunk.
+        known: by chunk, the version that this worker has; -1 for none.
+        dtype: element type of the parameters.
+        vector: a placeholder, into which nothing is written.
+    """
+
+    def __init__(self, rows: RowMap, known: Sequence[int], dtype: torch.dtype, vector: Vector) -> None:
+        super().__init__(vector, rows.chunks.num_chunks)
+        self._rows = rows
+        self._known = list(known)
+        self._dtype = dtype
+        self._changed: dict[int, RowPart | torch.Tensor] = {}
+
+    def known(self, chunk: int) -> int | None:
+        """See `Arrival.known`."""
+        return self._known[chunk]
+
+    def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
+        """New memory, at most as large as the whole chunk."""
+        return torch.empty(header.elems, dtype=self._dtype) if header.elems <= stop - start else None
+
+    def take(
+        self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
+    ) -> None:
+        """See `Arrival.take`."""
+        if payload is not None and not landed:
+            payload = payload.clone()  # the payload may lie in memory that the peer has lent
+        if not header.rows:
+            like = torch.empty(stop - start, dtype=self._dtype, device="meta")
+            self._changed[header.index] = _check(peer, header, payload, like)
+        else:
+            if payload is None or payload.dtype != self._dtype or self._known[header.index] < 0:
+                raise _bad(peer, header, "rows that were not asked for")
+            try:
+                self._changed[header.index] = unpack(self._rows, header.index, header.rows, payload)
+            except ValueError as error:
+                raise _bad(peer, header, str(error)) from error
+        assert payload is not None
+        self.size_bytes += payload.nbytes
+        self.land(header.index, header.version, header.clock)
+
+    def unchanged(self, peer: str, chunk: int, version: int) -> None:
+        """Notes that the shard's chunk has `version`, and that no row has changed since the version `known`.
+
+        Raises RefusedError if this worker has no version of the chunk.
+        """
+        if self._known[chunk] < 0:
+            raise RefusedError(
+                peer,
+                "BAD_REQUEST",
+                f"says that chunk {chunk} is unchanged, of which this worker has no version",
+            )
+        self.land(chunk, version)
+
+    def apply_to(self, parameters: torch.Tensor) -> None:
+        """Writes the changed rows into parameters (E,), whose chunks have the versions `known`."""
+        for chunk, change in self._changed.items():
+            start, stop = self._rows.chunks.bounds(chunk)
+            if isinstance(change, RowPart):
+                parameters[start:stop][self._rows.elements(chunk, change.numbers)] = change.values
+            else:
+                parameters[start:stop] = change
+
+    @property
+    def num_elems(self) -> int:
+        """Number of elements that `apply_to` writes."""
+        return sum(len(c.values if isinstance(c, RowPart) else c) for c in self._changed.values())
+
+
+def _check(peer: str, header: v1.Chunk, payload: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Returns the payload. Raises RefusedError if it is no whole chunk."""
+    if payload is None or (len(payload), payload.dtype) != (len(like), like.dtype) or header.rows:
+        got = "nothing" if payload is None else f"{len(payload)} elements of {payload.dtype}"
+        raise _bad(peer, header, f"{got}, expected {len(like)} of {like.dtype}")
+    return payload
+
+
+def _bad(peer: str, header: v1.Chunk, got: str) -> RefusedError:
+    return RefusedError(peer, "BAD_REQUEST", f"sent as chunk {header.index} {got}")
+
+
+# ---- fetch -------------------------------------------------------------------------------
 
 
 class PendingFetchRequest:

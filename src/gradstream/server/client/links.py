@@ -9,12 +9,10 @@ from typing import Literal, TypeVar
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.telemetry.traffic import LinkTraffic, Traffic, Transfer
-from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
+from gradstream.telemetry.wait_attribution import Kind, LinkTraffic, Traffic, Transfer, WaitAttribution
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import ChunkMap, Placement
 
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
 

@@ -2,20 +2,106 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
+import torch
+
+from gradstream.codec.base import WORD, Codec, check_dtype, seed_of, words_of
+from gradstream.data.base import BatchRef
 from gradstream.errors import PeerLostError
-from gradstream.memory import Span
-from gradstream.runtime.base import ComputeProgress
-from gradstream.server.client.arrival import Arrival
-from gradstream.server.client.coded_push import PushCodec
+from gradstream.memory import Span, Vector
+from gradstream.runtime.base import ComputeProgress, Runtime, Work
+from gradstream.server.client.fetch import Arrival
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.update import Update, UpdatePiece
 from gradstream.transport.base import Lent, Stream
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
-from gradstream.wire.frames import ABSENT, CODED
+from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.frames import ABSENT, CODED, to_wire
+
+# ---- coded push --------------------------------------------------------------------------
+# `PushCodec`: the encoded chunks of a worker's pushes, and what the codec keeps from one push to the next.
+
+
+class PushCodec:
+    """Encodes each chunk of a push once, however often it is sent.
+
+    Pushes come one after the other, so one vector is enough for what is sent.
+
+    Args:
+        runtime: runtime of the worker's node.
+        chunks: the chunk map.
+        codec: the codec.
+        dtype: dtype of the model.
+        seed: of the codec's random numbers, other for each worker.
+        state: what the codec keeps, by name.
+
+    Raises:
+        ConfigError: as `check_dtype`.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        chunks: ChunkMap,
+        codec: Codec,
+        dtype: torch.dtype,
+        seed: str,
+        state: Mapping[str, Vector],
+    ) -> None:
+        check_dtype(codec, dtype)
+        bounds = [chunks.bounds(chunk) for chunk in range(chunks.num_chunks)]
+        memory = runtime.memory
+        self._runtime = runtime
+        self._codec = codec
+        self._seed = seed
+        self._bounds = bounds
+        self._places = [0]
+        for start, stop in bounds:
+            self._places.append(self._places[-1] + words_of(codec, stop - start))
+        self._sent = memory.allocate(self._places[-1], WORD, "encoded", exchanged=True)
+        self._state = state
+        self._sequence = 0
+        self._encoded = set[int]()
+
+    def begin(self, sequence: int) -> None:
+        """Begins the push of this number; the one before is done."""
+        self._sequence = sequence
+        self._encoded.clear()
+
+    async def encode(self, update: Update, chunk: int) -> Span:
+        """What is sent for a chunk of the present push, whose elements are final."""
+        sent, vector = self._sent[self._places[chunk] : self._places[chunk + 1]], update.vector
+        if chunk in self._encoded:  # a shard gets it again
+            return sent
+        assert vector is not None
+        start, stop = self._bounds[chunk]
+        size, part = self._codec.encoded_bytes(stop - start), vector[start:stop]
+        state = {name: kept[start:stop] for name, kept in self._state.items()}
+
+        def encode(_: object) -> None:
+            into = sent.tensor.view(torch.uint8)
+            into[size:].zero_()
+            kept = {name: span.tensor for name, span in state.items()}
+            self._codec.encode(part.tensor, into[:size], kept, seed=self._seed_of(chunk))
+            self._encoded.add(chunk)  # here: who waits for this may be cancelled meanwhile
+
+        await self._runtime.compute(
+            encode,
+            work=Work("copy", elems=stop - start),
+            reads=[part],
+            writes=[sent, *state.values()],
+            lane="exchange",
+        )
+        return sent
+
+    def _seed_of(self, chunk: int) -> int:
+        return seed_of(self._seed, self._sequence, chunk)
+
+
+# ---- push --------------------------------------------------------------------------------
 
 
 class PendingPushRequest:
@@ -209,3 +295,48 @@ class _ToShard:
                 self._links.claim(result, opened_ns)
             self._links.heard(stream.peer, opened_ns)
             progressed()
+
+
+# ---- settled -----------------------------------------------------------------------------
+# The settled pushes of a worker: shards may forget which minibatches they had.
+#
+# If the worker dies, the coordinator asks the shards which pushes they have applied. That matters only for
+# minibatches whose receipts it has not heard: so each push says up to which push the coordinator has all receipts.
+
+
+class SettledPushes:
+    """Writes into each push which earlier pushes are settled: the coordinator has the receipts of their minibatches.
+
+    Args:
+        num_receipts: returns the number of receipts that this worker has reported.
+        num_heard: returns how many of those the coordinator has.
+        name_of: returns the name of a minibatch as messages contain it.
+    """
+
+    def __init__(
+        self,
+        num_receipts: Callable[[], int],
+        num_heard: Callable[[], int],
+        name_of: Callable[[BatchRef], v1.Receipt],
+    ) -> None:
+        self._num_receipts = num_receipts
+        self._num_heard = num_heard
+        self._name_of = name_of
+        self._open: deque[tuple[int, int]] = deque()  # number of a push, and of all receipts with its own
+        self._newest = 0
+
+    def begin(self, update: Update) -> None:
+        """Sets `names` and `settled` of an update that has its `sequence`, and follows its receipts once it is done."""
+        heard = self._num_heard()
+        while self._open and self._open[0][1] <= heard:
+            self._newest, _ = self._open.popleft()
+        update.settled = self._newest
+        update.names = [self._name_of(ref) for ref in update.refs]
+        done = update.on_done
+
+        def on_done() -> None:
+            if done is not None:
+                done()
+            self._open.append((update.sequence, self._num_receipts()))
+
+        update.on_done = on_done

@@ -27,7 +27,7 @@ from gradstream.server.shard.copies import SUMS, Destination
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.dtypes import to_wire
+from gradstream.wire.frames import to_wire
 
 RETRY_S = 0.02
 """Seconds between two tries to reach the holder, until a notice says that it is lost."""

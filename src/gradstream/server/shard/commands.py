@@ -16,11 +16,10 @@ from collections.abc import Collection, Mapping
 
 from gradstream.errors import NonFiniteError
 from gradstream.memory import Vector
-from gradstream.model.check import finite
+from gradstream.model.base import finite
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import rank_of
-from gradstream.server.arithmetic import dots_of, names_of, outs_of, perform
-from gradstream.server.procedure import ACCEPTED
+from gradstream.server.procedure import ACCEPTED, dots_of, names_of, outs_of, perform
 from gradstream.server.shard.event_schedule import ParticipationChange
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.instructions import Sender

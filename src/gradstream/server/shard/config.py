@@ -12,7 +12,7 @@ from gradstream.optim.groups import GroupedRule
 from gradstream.server.aggregation import AggregationRule
 from gradstream.server.correction import Correction
 from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import Placement
 
 Acknowledge = Literal["applied", "logged", "replicated"]
 

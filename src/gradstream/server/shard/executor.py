@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 
 from gradstream.errors import NonFiniteError
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.event_schedule import (
     ChunkRead,
     ChunkReleased,
@@ -40,13 +39,112 @@ from gradstream.server.shard.instructions import (
     Supersede,
     Token,
 )
-from gradstream.server.shard.pending_fetch import PendingFetch
-from gradstream.server.shard.pending_push import PendingPush
+from gradstream.server.shard.pending_push import PendingFetch, PendingPush
 from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
-from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.server.shard.updates import Updates
+from gradstream.transport.base import Lent
+from gradstream.wire import v1
+
+# ---- stragglers --------------------------------------------------------------------------
+# Finds the workers that make others wait at a shard.
+#
+# An update of several pushes begins when the last of them has arrived, so a node that waits for the update waits for
+# the sender of that push. No I/O and no clock: the caller passes times in.
+
+
+class StragglerTracker:
+    """Records which worker's push came last for each update of a chunk, and how much later than the others'."""
+
+    def __init__(self) -> None:
+        self._late_ns: Counter[tuple[str, int]] = Counter()  # by sender and chunk
+        self._came_ns: dict[tuple[Hashable, int], int] = {}  # by token and chunk
+        self._last: dict[int, tuple[str, int]] = {}  # by chunk: sender of the last push, and its time
+
+    def came(self, token: Hashable, chunk: int, now_ns: int) -> None:
+        """Notes the time at which a push of a chunk arrived."""
+        self._came_ns[token, chunk] = now_ns
+
+    def gone(self, token: Hashable, chunk: int) -> None:
+        """Forgets a push that was answered, or that a retry has replaced."""
+        self._came_ns.pop((token, chunk), None)
+
+    def completed(self, due: Apply) -> None:
+        """Notes that all pushes of an update have arrived."""
+        came = [(self._came_ns.get((held.token, due.chunk), 0), held) for held in due.update]
+        last_ns, last = max(came, key=lambda pair: pair[0])
+        sender = last.header.sender
+        self._last[due.chunk] = (sender, last_ns)
+        others_ns = [came_ns for came_ns, held in came if held is not last]
+        if others_ns:
+            self._late_ns[sender, due.chunk] += last_ns - max(others_ns)
+
+    def late_s(self) -> dict[str, float]:
+        """By sender, the seconds by which its pushes came after all others so far, on the chunk with most seconds.
+
+        A worker with a slow link is late with its last chunks. A worker that is only the last of many on a shared
+        link is late by the time of its own transfer.
+        """
+        late: dict[str, float] = {}
+        for (sender, _), late_ns in self._late_ns.items():
+            late[sender] = max(late_ns / 1e9, late.get(sender, 0.0))
+        return late
+
+    def waited(self, chunk: int, by: str, opened_ns: int) -> v1.Waited | None:
+        """The worker that made a node wait for a chunk's latest update; None if no other worker did.
+
+        Args:
+            chunk: number of the chunk.
+            by: name of the node that waited.
+            opened_ns: time at which the node began to wait, in ns.
+        """
+        sender, last_ns = self._last.get(chunk, (by, 0))
+        if sender == by or last_ns <= opened_ns:
+            return None
+        return v1.Waited(on=sender, until_us=(last_ns - opened_ns) // 1000)
+
+
+# ---- chunk leases ------------------------------------------------------------------------
+# Keeps a shard from overwriting a chunk that a reader still reads.
+#
+# A shard sends a chunk to a fetching worker on the same machine without a copy: it lends the memory of the chunk. An
+# update writes the same memory, so it waits until the workers have returned the chunk.
+
+PATIENCE_S = 2.0
+"""How long an update waits for a reader, in seconds. Readers copy at once; a hung reader must not delay the others."""
+
+
+class ChunkLeases:
+    """Keeps a lock for each chunk of a shard, and the loans of the chunk that readers have not returned yet.
+
+    A task holds the lock while it updates the chunk or lends it to a reader.
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[int, asyncio.Lock] = {}
+        self._lent: dict[int, list[Lent]] = {}
+
+    def turn(self, chunk: int) -> asyncio.Lock:
+        """The lock of a chunk. Tasks get it in the order in which they asked for it, so none starves."""
+        return self._turns.setdefault(chunk, asyncio.Lock())
+
+    def add(self, chunk: int, lent: Lent) -> None:
+        """Notes that a chunk is lent to a reader."""
+        if not lent.returned:
+            left = [one for one in self._lent.get(chunk, ()) if not one.returned]
+            self._lent[chunk] = [*left, lent]
+
+    async def gone(self, chunk: int) -> None:
+        """Returns when no reader has the chunk any more, so that an update may write it.
+
+        If a reader does not return the chunk within `PATIENCE_S`, its connection is closed.
+        """
+        for lent in self._lent.pop(chunk, ()):
+            await lent.back(PATIENCE_S)
+
+
+# ---- executor ----------------------------------------------------------------------------
 
 
 class ShardExecutor:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradstream.codec.base import Codec
-from gradstream.codec.words import WORD, check_dtype, words_of
+from gradstream.codec.base import WORD, Codec, check_dtype, words_of
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import FetchTerms
@@ -16,12 +15,10 @@ from gradstream.server.rows import RowPart, pack
 from gradstream.server.shard.event_schedule import ChunkRead, FetchArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.pending_fetch import PendingFetch
-from gradstream.server.shard.wait_notifier import WaitNotifier
+from gradstream.server.shard.pending_push import PendingFetch, WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
-from gradstream.wire.frames import CODED
+from gradstream.wire.frames import CODED, to_wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from gradstream.server.shard.copies import ChunkCopies, Destination
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import Placement
+from gradstream.wire.frames import to_wire
 
 
 class HandoverSource:

@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from gradstream.codec.words import WORD, check_dtype, words_of
+from gradstream.codec.base import WORD, check_dtype, words_of
 from gradstream.errors import ConfigError, DataError, RefusedError
-from gradstream.model.check import length
+from gradstream.model.base import length
 from gradstream.server.aggregation import rank_of
-from gradstream.server.arithmetic import names_of
+from gradstream.server.procedure import names_of
 from gradstream.server.rows import RowPart, unpack
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.instructions import Sender
@@ -23,8 +23,8 @@ from gradstream.server.shard.row_store import Part, elements_of
 from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
+from gradstream.wire.chunks import part_of
 from gradstream.wire.frames import ABSENT, CODED
-from gradstream.wire.parts import part_of
 
 MAX_COUNT = 1 << 53
 """Largest number of a push, a version or a clock: no run counts further."""

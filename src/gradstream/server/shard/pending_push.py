@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gradstream.runtime.base import Runtime
+from gradstream.server.aggregation import rank_of
 from gradstream.server.shard.instructions import Acknowledge, Sender
 from gradstream.server.shard.row_store import Part
+from gradstream.server.shard.state import ShardState
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
+
+# ---- pending push ------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -97,3 +103,95 @@ class PendingPush:
             retry.parts[chunk] = self.parts[chunk]
         self._free(chunk)
         self.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")
+
+
+# ---- pending fetch -----------------------------------------------------------------------
+# A fetch on the shard's side: the chunks that are ready, and those that wait.
+
+
+@dataclass(slots=True, eq=False)
+class PendingFetch:
+    """A fetch stream. In the state machine it is the token of its chunks.
+
+    Args:
+        reader: name of the node that fetches: a worker, or the shard itself.
+        number: number of the fetch, from 1; 0 for a fetch of the shard itself, or out of the worker's order.
+        attempt: number of earlier attempts.
+        flushes: whether the fetch has sums applied, and so changes the state of chunks.
+        opened_ns: time at which the reader began to wait, in ns.
+        waiting: chunks that the shard cannot send yet.
+
+    Attributes:
+        ready: chunks that the shard can send, in this order, with the worker that each had to wait for.
+        over: whether the stream has ended.
+        wake: set when a chunk becomes ready.
+    """
+
+    reader: str
+    number: int
+    attempt: int
+    flushes: bool
+    opened_ns: int
+    waiting: set[int]
+    ready: deque[tuple[int, v1.Waited | None]] = field(default_factory=deque)
+    over: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the reader."""
+        return rank_of(self.reader)
+
+    def release(self, chunk: int, waited: v1.Waited | None) -> None:
+        """Marks a chunk as ready."""
+        self.waiting.discard(chunk)
+        self.ready.append((chunk, waited))
+        self.wake.set()
+
+    async def emptied(self) -> None:
+        """Returns once no chunk waits."""
+        while self.waiting:
+            await self.wake.wait()
+            self.wake.clear()
+
+
+# ---- wait notifier -----------------------------------------------------------------------
+# Tells a peer that waits at a shard which nodes it waits for, so that the peer does not give up.
+
+
+class WaitNotifier:
+    """Waits until chunks are ready, and meanwhile tells the peer, over and over, which nodes they wait for.
+
+    Args:
+        runtime: runtime of the shard's node.
+        every_s: seconds between two messages to a peer that waits.
+        state: knows which nodes a chunk waits for.
+    """
+
+    def __init__(self, runtime: Runtime, every_s: float, state: ShardState) -> None:
+        self._runtime = runtime
+        self._every_s = every_s
+        self._state = state
+
+    async def wait(
+        self, stream: Stream, wake: asyncio.Event, chunks: Iterable[int], min_clock: int = 0
+    ) -> bool:
+        """Waits for `wake` and clears it. If it is not set in time, tells the peer and returns False.
+
+        A peer that waits for no chunk is told nothing: the shard waits for the peer then. What the peer has sent may be
+        lost, and it sends it again only if the shard is silent.
+
+        Args:
+            stream: stream to the peer.
+            wake: set when one of the chunks is ready.
+            chunks: the chunks that the peer waits for.
+            min_clock: clock that the peer asks for.
+        """
+        try:
+            await self._runtime.within(self._every_s, wake.wait())
+        except TimeoutError:
+            if waited := sorted(chunks):
+                await stream.waiting(self._state.awaited(waited, min_clock))
+            return False
+        wake.clear()
+        return True

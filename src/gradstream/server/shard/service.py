@@ -15,15 +15,13 @@ from functools import partial
 
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.optim.base import Optimizer, skips_zeros
-from gradstream.optim.decay import without_l2
-from gradstream.optim.groups import GroupedRule
+from gradstream.optim.groups import GroupedRule, without_l2
 from gradstream.runtime.base import Runtime
 from gradstream.server.correction import SenderStates
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.robust import WholeRule
 from gradstream.server.rows import RowMap
-from gradstream.server.shard.backup import ShardBackup
-from gradstream.server.shard.backup_log import BackupLog
+from gradstream.server.shard.backup import BackupLog, ShardBackup
 from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer
 from gradstream.server.shard.commands import Commands
 from gradstream.server.shard.config import ShardConfig
@@ -31,25 +29,22 @@ from gradstream.server.shard.copies import ChunkCopies
 from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.fetch_handler import FetchHandler
+from gradstream.server.shard.first_shard import QuorumProtocol
 from gradstream.server.shard.handover import HandoverSource, take_over
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.instructions import Sender
-from gradstream.server.shard.push_handler import PushHandler
-from gradstream.server.shard.push_pacer import PushPacer
-from gradstream.server.shard.quorum_agreement import QuorumProtocol
+from gradstream.server.shard.pending_push import WaitNotifier
+from gradstream.server.shard.push_handler import PushHandler, PushPacer
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.tensor_sums import TensorSums
 from gradstream.server.shard.updates import Updates
-from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.telemetry.events import Event
 from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.dtypes import from_wire
-from gradstream.wire.parts import shards_of
-from gradstream.wire.placement import Placement
+from gradstream.wire.chunks import ChunkMap, Placement, shards_of
+from gradstream.wire.frames import from_wire
 
 
 class ShardService:

@@ -15,18 +15,17 @@ import torch
 
 from gradstream.errors import NonFiniteError
 from gradstream.memory import Span
-from gradstream.model.check import length
+from gradstream.model.base import length
 from gradstream.optim.groups import Piece
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.correction import SenderStates
 from gradstream.server.robust import CoordinateRule, RobustRule, WholeRule
 from gradstream.server.rows import RowPart
-from gradstream.server.shard.distances import DistanceTable, weights_of
 from gradstream.server.shard.instructions import Apply
 from gradstream.server.shard.row_store import Part, row_sum
 from gradstream.server.shard.store import ShardStore
-from gradstream.server.shard.tensor_sums import TensorSums
+from gradstream.server.shard.tensor_sums import DistanceTable, TensorSums, weights_of
 from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
 
 SecondPass = Callable[[], torch.Tensor | None]

@@ -15,10 +15,16 @@ import torch
 
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.transport.carrier import bytes_of
-from gradstream.transport.grpc.connection import EOF, FAILURES, METHOD, PASS, GrpcConnection, is_cancelled
-from gradstream.transport.grpc.sessions import CallerSession
-from gradstream.transport.refusals import refusal_of
+from gradstream.transport.base import bytes_of, refusal_of
+from gradstream.transport.grpc.connection import (
+    EOF,
+    FAILURES,
+    METHOD,
+    PASS,
+    CallerSession,
+    GrpcConnection,
+    is_cancelled,
+)
 from gradstream.transport.security import explain
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore

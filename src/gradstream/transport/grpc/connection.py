@@ -7,22 +7,182 @@ this calls `lost`, and the next stream begins a session on the new connection.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
+import secrets
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport import proof
-from gradstream.transport.base import Identity
-from gradstream.transport.grpc.sessions import CallerSession, proved
-from gradstream.transport.limits import LIMITS
-from gradstream.transport.refusals import refused_by
+from gradstream.transport.base import Identity, refused_by
+from gradstream.transport.methods import LIMITS
 from gradstream.transport.security import explain
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError, decode, seal
+from gradstream.wire.frames import MAX_FRAME_BYTES, PROTOCOL, DamagedError, FrameError, decode, seal, unseal
+from gradstream.wire.window import SequenceWindow
+
+# ---- sessions ----------------------------------------------------------------------------
+# Sessions of gRPC: callers that have proved to know the run's secret, and the passes of their streams.
+#
+# gRPC does not tell on which connection a call has come. So a caller proves once for each connection that it knows
+# the secret (`proof`), and each of its streams carries a pass: a number that counts up, and its HMAC under a key that
+# only the two nodes have. A pass is valid once, so a recorded pass opens no stream.
+#
+# A node keeps nothing for strangers: a challenge carries its own date, and a signature of the node that made it.
+# Nothing in this module waits or sends.
+
+NO_CHALLENGE = "the challenge is not of this node, is too old, or was answered before: ask for another one"
+"""The answer to a greeting that knows the secret, but was recorded or came too late."""
+
+PASS_BYTES = 64
+_STAMP = struct.Struct("<Q16s")  # when a challenge was made, in ns, and random bytes
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(slots=True)
+class PeerSession:
+    """The session of one caller, as the called side knows it."""
+
+    number: int
+    key: bytes
+    sender: str
+    incarnation: int
+    checked: bool  # its messages have checksums
+    used: SequenceWindow = field(default_factory=SequenceWindow)
+
+
+class Sessions:
+    """The sessions of peers that connect to this node: makes challenges, and checks the peers' answers and frames.
+
+    Args:
+        identity: identity of this node.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._challenge_key = secrets.token_bytes(32)
+        self._answered: dict[bytes, int] = {}  # challenges and when they expire, in ns: each is valid once
+        self._sessions: dict[int, PeerSession] = {}
+        self._of = Counter[str]()
+
+    def challenge(self, now_ns: int, *, checked: bool = False) -> v1.Challenge:
+        """A new challenge for a stranger; `checked` says that its connection needs checksums."""
+        stamp = _STAMP.pack(now_ns, secrets.token_bytes(16))
+        return v1.Challenge(protocol=PROTOCOL, nonce=stamp + self._sign(stamp), checked=checked)
+
+    def greeted(
+        self, raw: bytes, now_ns: int, *, checked: bool = False
+    ) -> tuple[PeerSession, v1.Proven] | v1.Refuse:
+        """Checks a stranger's greeting: returns its session and our answer, or a refusal without details.
+
+        Args:
+            raw: the greeting.
+            now_ns: the time.
+            checked: the connection needs checksums.
+        """
+        refused = v1.Refuse(code=v1.BAD_SECRET, message=proof.BAD_SECRET)
+        damaged = v1.Refuse(code=v1.TOO_OLD, message="the greeting was damaged on its way: try again")
+        if checked and not raw:  # its name in the metadata was
+            return damaged
+        if len(raw) > LIMITS.greeting_bytes:
+            return refused
+        try:
+            greeting = v1.Greeting.FromString(raw[unseal(raw, seed=0) :])
+        except DamagedError:
+            return damaged
+        except DecodeError:
+            return refused
+        mine = self._identity
+        if (refuse := proof.objection(mine, greeting.challenge, greeting, checked=checked)) is not None:
+            return refuse
+        if not greeting.sender:
+            return refused
+        if not self._is_fresh(greeting.challenge, now_ns):
+            return v1.Refuse(code=v1.TOO_OLD, message=NO_CHALLENGE)
+        self._answered[greeting.challenge] = now_ns + round(LIMITS.handshake_s * 1e9)
+        if self._of[greeting.sender] >= LIMITS.sessions:
+            text = f"{greeting.sender} has {LIMITS.sessions} connections to {mine.name} already: close some"
+            return v1.Refuse(code=v1.OVER_LIMIT, message=text)
+        key = proof.session_key(mine.secret, greeting, job=mine.job, called=mine.name)
+        number = secrets.randbits(63) | 1
+        session = PeerSession(number, key, greeting.sender, greeting.incarnation, greeting.checked)
+        self._sessions[session.number] = session
+        self._of[session.sender] += 1
+        answer = proof.called_proof(mine.secret, greeting, job=mine.job, called=mine.name)
+        return session, v1.Proven(proof=answer, session=session.number)
+
+    def passes(self, raw: bytes) -> tuple[PeerSession, int] | None:
+        """The session and number of a pass; None if the pass is invalid, or was used before."""
+        if len(raw) > PASS_BYTES:
+            return None
+        try:
+            shown = v1.Pass.FromString(raw)
+        except DecodeError:
+            return None
+        session = self._sessions.get(shown.session)
+        if session is None or not hmac.compare_digest(shown.proof, _sign(session.key, shown.number)):
+            return None
+        return (session, shown.number) if session.used.add(shown.number) else None
+
+    def over(self, session: PeerSession) -> None:
+        """Forgets a session whose connection is gone. Idempotent."""
+        if self._sessions.pop(session.number, None) is not None:
+            self._of[session.sender] -= 1
+            self._of += Counter()  # removes zeros
+
+    def _is_fresh(self, challenge: bytes, now_ns: int) -> bool:
+        """Whether this node made the challenge, not long ago, and nobody has answered it before."""
+        stamp, signature = challenge[: _STAMP.size], challenge[_STAMP.size :]
+        if len(stamp) != _STAMP.size or not hmac.compare_digest(signature, self._sign(stamp)):
+            return False
+        self._answered = {known: expires for known, expires in self._answered.items() if expires > now_ns}
+        age_ns = now_ns - _STAMP.unpack(stamp)[0]
+        return challenge not in self._answered and 0 <= age_ns < LIMITS.handshake_s * 1e9
+
+    def _sign(self, stamp: bytes) -> bytes:
+        return hmac.digest(self._challenge_key, stamp, "sha256")
+
+
+class CallerSession:
+    """The caller's side: makes the passes of its streams.
+
+    Args:
+        session: number of the session, chosen by the called side.
+        key: key that both sides have.
+        checked: messages have checksums.
+    """
+
+    def __init__(self, session: int, key: bytes, *, checked: bool = False) -> None:
+        self.checked = checked
+        self._session = session
+        self._key = key
+
+    def pass_of(self, number: int) -> bytes:
+        """The pass of the stream of this number, which no other stream of the session has."""
+        signature = _sign(self._key, number)
+        return v1.Pass(session=self._session, number=number, proof=signature).SerializeToString()
+
+
+def proved(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> CallerSession:
+    """The session that answers a greeting. Raises RefusedError if the called side does not know the secret."""
+    proof.check_called(identity, called, greeting, proven)
+    key = proof.session_key(identity.secret, greeting, job=identity.job, called=called)
+    return CallerSession(proven.session, key, checked=greeting.checked)
+
+
+def _sign(key: bytes, number: int) -> bytes:
+    return hmac.digest(key, _NUMBER.pack(number), "sha256")
+
+
+# ---- connection --------------------------------------------------------------------------
 
 METHOD = "/gradstream.v1.Peer/Stream"
 """The rpc that carries a stream."""
@@ -197,3 +357,54 @@ def _retrieve_exception(future: asyncio.Future[Any]) -> None:
     """Keeps asyncio from logging a failure for which nobody waits any more."""
     if not future.cancelled():
         future.exception()
+
+
+# ---- options -----------------------------------------------------------------------------
+# Options of gRPC channels and servers.
+
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # so that too long a frame is refused with a message
+
+_LOOKAHEAD_BYTES = 1 << 20  # of each call that a caller may send before they are read
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.max_allowed_incoming_connections", LIMITS.connections),
+    ("grpc.max_concurrent_streams", LIMITS.streams + 8),  # one too many is refused with a message
+    ("grpc.max_connection_idle_ms", int(LIMITS.handshake_s * 1e3)),  # of strangers: a node has a session open
+    ("grpc.server_handshake_timeout_ms", int(LIMITS.handshake_s * 1e3)),
+    # A sender's window for each call is fixed, not measured: gRPC would let it grow to 100 MB and more.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+    ("grpc.so_reuseport", 0),  # otherwise two servers could share a port, and get each other's calls
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # peers may have other deadlines
+    ("grpc.http2.max_ping_strikes", 0),
+]
+CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+_CONNECT_MS = "grpc.min_reconnect_backoff_ms"  # the time that gRPC gives one attempt to connect
+SHARED_CONNECTION_OPTIONS = [(_CONNECT_MS, 3000)]  # round trips of 0.6 s: TCP and TLS take three
+# Other connections are tried beside a new one, so a slow handshake may take its time.
+NEW_CONNECTION_OPTIONS = [(_CONNECT_MS, 5000)]
+
+
+def patience_options(connection_s: float) -> list[tuple[str, int]]:
+    """Options that have gRPC end a silent connection after `connection_s` seconds, and not earlier.
+
+    gRPC sends a ping after half of the time, and waits for the answer during the other half. The last option
+    bounds pings that gRPC sends to measure the connection; with its default, gRPC ends a connection whose
+    peer was stopped for a minute.
+    """
+    half_ms = int(500 * connection_s)
+    names = ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms")
+    return [(f"grpc.{name}", half_ms) for name in names]

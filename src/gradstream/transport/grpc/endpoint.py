@@ -30,31 +30,29 @@ from gradstream.errors import ConfigError, GradstreamError, PeerLostError, Refus
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.tasks import finish_despite_cancel
 from gradstream.transport import proof
-from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Caller, Identity, Priority
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc.calls import BulkGate, GrpcCarrier, OutgoingCall
 from gradstream.transport.grpc.connection import (
     CHALLENGE,
+    CLIENT_OPTIONS,
     EOF,
     FAILURES,
     GREETING,
-    METHOD,
-    PASS,
-    SESSION,
-    GrpcConnection,
-)
-from gradstream.transport.grpc.listener import Listener
-from gradstream.transport.grpc.options import (
-    CLIENT_OPTIONS,
     MAX_MESSAGE_BYTES,
+    METHOD,
     NEW_CONNECTION_OPTIONS,
+    PASS,
     SERVER_OPTIONS,
+    SESSION,
     SHARED_CONNECTION_OPTIONS,
+    GrpcConnection,
+    Sessions,
     patience_options,
 )
-from gradstream.transport.grpc.sessions import Sessions
-from gradstream.transport.limits import LIMITS
+from gradstream.transport.grpc.listener import Listener
+from gradstream.transport.methods import LIMITS
+from gradstream.transport.offers import host_and_port, is_loopback
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
 from gradstream.wire.frames import DamagedError, FrameError, encode

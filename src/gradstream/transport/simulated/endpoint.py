@@ -15,14 +15,12 @@ import torch
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.virtual import VirtualCluster
-from gradstream.transport.base import Identity, Priority
-from gradstream.transport.carrier import NullCarrier
+from gradstream.transport.base import Identity, NullCarrier, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.simulated.network import Packet, StreamQueue, VirtualNetwork
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.dtypes import from_wire
-from gradstream.wire.frames import ABSENT, FrameError, check_chunk
+from gradstream.wire.frames import ABSENT, FrameError, check_chunk, from_wire
 
 _LAG = 20  # mean delay of a duplicate, in delays of the link
 

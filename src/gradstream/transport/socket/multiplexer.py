@@ -13,15 +13,13 @@ import torch
 
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.transport.carrier import SendHandle, bytes_of
-from gradstream.transport.refusals import refusal_of
+from gradstream.transport.base import SendHandle, bytes_of, refusal_of
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket.connection import Connection
 from gradstream.transport.socket.framing import GREETING, OutgoingFrame, PayloadPlace
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.dtypes import from_wire
-from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
+from gradstream.wire.frames import FrameError, check_chunk, from_wire, payload_tensor
 
 Answer = Callable[["Multiplexer", "MultiplexedCarrier", v1.Open], StreamCore]
 """Answers an Open of the peer with a stream."""

@@ -27,9 +27,9 @@ from functools import partial
 
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
-from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW
+from gradstream.transport.offers import host_and_port, is_loopback
 from gradstream.transport.socket.endpoint import SocketEndpoint
 
 BACKLOG = 512

@@ -15,10 +15,9 @@ from functools import partial
 import torch
 
 from gradstream.codec.low_rank import PowerSGD
-from gradstream.collectives.buckets import Buckets
-from gradstream.collectives.group import Group, GroupMembers
+from gradstream.collectives.group import Buckets, Group, GroupMembers
 from gradstream.collectives.meetings import Meetings
-from gradstream.coordinator.receipts import receipt_of
+from gradstream.coordinator.progress import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
@@ -29,15 +28,15 @@ from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrate
 from gradstream.telemetry.events import StepEvent
 from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.wire import v1
-from gradstream.wire.parts import member_name, part_map_of
+from gradstream.wire.chunks import member_name, part_map_of
 from gradstream.worker.batch_gate import BatchGate
+from gradstream.worker.computed import Refusals, RefusedGradient
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
-from gradstream.worker.exchange.first_look import FirstLook
 from gradstream.worker.exchange.forming import GroupForming
-from gradstream.worker.exchange.group import GroupExchange
+from gradstream.worker.exchange.group import FirstLook, GroupExchange
 from gradstream.worker.exchange.peers import PeerExchange
-from gradstream.worker.exchange.remainders import Remainders, codec_state
+from gradstream.worker.exchange.server import Remainders, codec_state
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
@@ -46,14 +45,11 @@ from gradstream.worker.loop import LoopSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.joint_gradient import PartJointGradient
-from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
-from gradstream.worker.replica.coded_sums import CodedSums
-from gradstream.worker.replica.coded_way import CodedWay
+from gradstream.worker.replica.coded_sums import CodedSums, LowRankSums
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.group_setup import GroupSetup
-from gradstream.worker.replica.low_rank_sums import LowRankSums
-from gradstream.worker.replica.peer import PeerReplica
+from gradstream.worker.replica.peer import CodedWay, PeerReplica
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import LocalRule, Updater
 from gradstream.worker.schedule import Schedule

@@ -7,15 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from gradstream.checkpoint.carried import Carried
 from gradstream.checkpoint.manifest import Resume
-from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotSource
+from gradstream.checkpoint.snapshot import Carried, NodeSnapshots, SnapshotSource
 from gradstream.coordinator.client.member import Member
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event, TransferEvent
-from gradstream.telemetry.traffic import Transfer
+from gradstream.telemetry.wait_attribution import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.worker.replica.base import Replica
 

@@ -19,10 +19,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from gradstream.coordinator.receipts import ref_of
+from gradstream.coordinator.progress import ref_of
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.runtime.base import Work
 from gradstream.server.client.client import ServerClient
 from gradstream.server.update import Update
@@ -30,9 +30,8 @@ from gradstream.wire import v1
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.exchange.base import ExchangeContext
 from gradstream.worker.gradient import differentiate
-from gradstream.worker.replica.arithmetic import add_scaled
 from gradstream.worker.replica.base import ReplicaContext
-from gradstream.worker.replica.next_update import NextUpdate
+from gradstream.worker.replica.next_update import NextUpdate, add_scaled
 
 Key = tuple[str, int, int]
 """Name and incarnation of a lost worker, and the number of its push."""

@@ -16,8 +16,8 @@ import torch
 
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load
+from gradstream.collectives.factory import SharedWindow, open_shared_window
 from gradstream.collectives.group import GroupMembers
-from gradstream.collectives.shared_window import SharedWindow, open_shared_window
 from gradstream.coordinator.client.member import Member, names_of
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.model.base import Layout
@@ -32,8 +32,7 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.replica.base import ReplicaContext
-from gradstream.worker.replica.shared import SharedReplica
-from gradstream.worker.shared_words import SharedWords
+from gradstream.worker.replica.shared import SharedReplica, SharedWords
 
 LOOK_S = 1e-3
 """Seconds between two looks at a word that another worker is to write."""

@@ -20,7 +20,7 @@ import torch
 
 from gradstream.errors import ConfigError, NonFiniteError
 from gradstream.memory import Vector
-from gradstream.model.check import usable
+from gradstream.model.base import usable
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.pipeline.synthetic import LAG, Predictor, SyntheticGradients, label_features
 from gradstream.runtime.base import Work, awaited_later

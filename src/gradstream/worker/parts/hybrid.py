@@ -18,7 +18,7 @@ from gradstream.data.base import BatchRef, Feed
 from gradstream.data.feed import IdFeed, feed_of
 from gradstream.errors import InternalError, NonFiniteError
 from gradstream.memory import Vector
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.pipeline.hybrid import Hybrid, HybridTurn, make_turns, run_turns
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.hybrid_model import HybridModel

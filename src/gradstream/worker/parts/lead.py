@@ -17,11 +17,9 @@ from gradstream.data.base import BatchRef
 from gradstream.runtime.base import Runtime
 from gradstream.split.part_model import PartModel
 from gradstream.worker.batch_gate import BatchGate
-from gradstream.worker.due_evaluations import DueEvaluations
-from gradstream.worker.evaluation import EvaluationPlan
+from gradstream.worker.evaluation import DueEvaluations, EvaluationPlan
 from gradstream.worker.gradient import Clip
-from gradstream.worker.parts.admission import BatchAdmission
-from gradstream.worker.parts.agreement import Agreed, Agreement, at_once
+from gradstream.worker.parts.agreement import Agreed, Agreement, BatchAdmission, at_once
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import (
     Message,

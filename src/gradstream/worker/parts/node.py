@@ -16,18 +16,16 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.wire.parts import replica_of
+from gradstream.wire.chunks import replica_of
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.node import eviction_of, first_version_of, init_of
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.final_model import send_parameters
 from gradstream.worker.parts.follower import FollowedSchedule, FollowerGate, PartFollower
-from gradstream.worker.parts.gradients import PartPlace
+from gradstream.worker.parts.gradients import PartMeter, PartPlace
 from gradstream.worker.parts.messages import PartTurn
-from gradstream.worker.parts.meter import PartMeter
-from gradstream.worker.parts.outputs import compute_outputs, test_sizes
+from gradstream.worker.parts.outputs import compute_outputs, send_parameters, test_sizes
 from gradstream.worker.parts.sources import begin_predictors, gradients_of
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica

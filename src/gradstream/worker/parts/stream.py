@@ -22,18 +22,23 @@ from gradstream.collectives.schedule import cuts_of
 from gradstream.errors import InternalError, NonFiniteError
 from gradstream.memory import Vector
 from gradstream.pipeline.executor import PipelineExecutor
-from gradstream.pipeline.schedule import StagePass, depths, endless_schedule
-from gradstream.pipeline.versions import check_streaming, version_read, versions_held
+from gradstream.pipeline.schedule import (
+    StagePass,
+    check_streaming,
+    depths,
+    endless_schedule,
+    version_read,
+    versions_held,
+)
 from gradstream.runtime.base import Work
 from gradstream.split.part_model import PartModel
 from gradstream.split.plan import SplitPlan
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.config import WorkerConfig
+from gradstream.worker.parts.agreement import Window
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import PartSource, Values, nothing
-from gradstream.worker.parts.pass_thread import PassThread, pass_thread
-from gradstream.worker.parts.pipelined import Passes, dropped
-from gradstream.worker.parts.window import Window
+from gradstream.worker.parts.pipelined import Passes, PassThread, dropped, pass_thread
 
 
 def ahead_of(name: str, model: PartModel, micro_batches: int) -> int:

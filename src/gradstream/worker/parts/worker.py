@@ -12,19 +12,18 @@ from gradstream.coordinator.client.member import Member
 from gradstream.data.base import Dataset, Feed, Ids
 from gradstream.data.feed import feed_of
 from gradstream.memory import Vector
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
 from gradstream.transport.base import Endpoint
-from gradstream.wire.parts import replica_of
+from gradstream.wire.chunks import replica_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.final_model import write_final_parts
 from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.lead import PartLead
-from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, test_sizes
+from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, test_sizes, write_final_parts
 from gradstream.worker.parts.sources import begin_predictors, gradients_of
 from gradstream.worker.registration import tensor_specs_of
 

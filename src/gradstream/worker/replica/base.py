@@ -8,6 +8,7 @@ data, or from a loop of the user's: see `BatchSchedule` and `GradientSource`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -21,21 +22,175 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.errors import UserCodeError
 from gradstream.memory import Vector
-from gradstream.model.base import Layout, Model
-from gradstream.model.batch import Batch
+from gradstream.model.base import Batch, Layout, Model
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.strategies import api
 from gradstream.telemetry.events import ConvergedEvent, StepEvent
-from gradstream.telemetry.wait_attribution import WaitAttribution
-from gradstream.worker.batch_gate import BatchGate
-from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
+from gradstream.telemetry.wait_attribution import Stopwatch, WaitAttribution
+from gradstream.worker.batch_gate import BatchGate, Gate
+from gradstream.worker.computed import ComputedGradient, Observer, Refusals, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource, differentiate
-from gradstream.worker.observer import Observer
-from gradstream.worker.refusals import Refusals
-from gradstream.worker.replica.attendance import Attendance
-from gradstream.worker.replica.step_meter import StepMeter
 from gradstream.worker.replica.updater import LocalRule
 from gradstream.worker.schedule import BatchSchedule, Schedule, ScheduleHooks
+
+# ---- step meter --------------------------------------------------------------------------
+# Measures a worker's steps, and describes each as an event.
+
+
+class StepMeter:
+    """Times a worker's steps, and keeps the figures that are reported with each.
+
+    Args:
+        runtime: runtime of the worker's node.
+        attribution: notes from the exchange: for which nodes this worker had to wait.
+
+    Attributes:
+        result: figures of the gradient that was computed last.
+        late: a shard dropped the present step's update, which came after its round.
+    """
+
+    def __init__(self, runtime: Runtime, attribution: WaitAttribution) -> None:
+        self.result = Result(math.nan)
+        self.late = False
+        self._runtime = runtime
+        self._stopwatch = Stopwatch(runtime.node, attribution, runtime.now())
+
+    def now(self) -> int:
+        """The node's clock, in nanoseconds."""
+        return self._runtime.now()
+
+    def begin(self, begun_ns: int | None = None) -> None:
+        """A step begins, or began at `begun_ns`."""
+        self._stopwatch.begin(self._runtime.now() if begun_ns is None else begun_ns)
+
+    def computed(self, begun_ns: int, result: Result) -> None:
+        """A gradient has been computed since `begun_ns`."""
+        self.result = result
+        self._stopwatch.computed(begun_ns, self._runtime.now())
+
+    def worked(self, begun_ns: int) -> None:
+        """Other arithmetic has kept the worker waiting since `begun_ns`: a sum, a local step."""
+        self._stopwatch.worked(begun_ns, self._runtime.now())
+
+    def event(self, rank: int, step: int, batch: SampleBatch, lr: float) -> StepEvent:
+        """The report of a step that ends now.
+
+        Args:
+            rank: rank of the worker.
+            step: number of the step.
+            batch: the minibatch of the step.
+            lr: its learning rate.
+        """
+        late, self.late = self.late, False
+        *parts, square = self.result.squares or (None,)
+        now_ns = self._runtime.now()
+        times = self._stopwatch.times(now_ns)
+        self._stopwatch.begin(now_ns)  # unless `begin` is called, the next step begins here
+        return StepEvent(
+            rank=rank,
+            step=step,
+            epoch=batch.ref.epoch,
+            samples=batch.num_samples,
+            loss=self.result.loss,
+            lr=lr,
+            gradient_norm=self.result.norm,
+            part_squares=math.fsum(parts) / len(parts) if parts else None,
+            square=square,
+            late=late,
+            read_s=batch.read_s + (self.result.read_s if batch.num_samples else 0.0),
+            **times,
+        )
+
+
+# ---- attendance --------------------------------------------------------------------------
+# A worker's presence in its run: whether it may begin a minibatch, and whether others wait for it.
+
+
+class Attendance:
+    """Takes a worker through the gate before each minibatch, and pauses it while it has nothing to do.
+
+    Nobody waits for a paused worker: neither for its clock nor for its updates.
+
+    Args:
+        gate: the gate.
+        meter: told when a step begins: with the wait for clocks, where there are any.
+        flush: returns when everything that the worker has computed is in the model.
+        server: told when the worker is paused and resumed; None if it cannot be paused.
+        before: awaited before each minibatch, where the worker waits for the clocks of others.
+        waited_for: updates wait for this worker.
+        late: the worker has joined after training had begun: nobody waits for it before it resumes.
+
+    Attributes:
+        between: the worker is between two minibatches.
+        resumed: the worker was paused before its present minibatch.
+        waited_for: see above.
+    """
+
+    def __init__(
+        self,
+        gate: BatchGate,
+        meter: StepMeter,
+        flush: Callable[[], Awaitable[None]],
+        server: api.Server | None = None,
+        before: Callable[[], Awaitable[None]] | None = None,
+        waited_for: bool = False,
+        late: bool = False,
+    ) -> None:
+        self.between = True
+        self.resumed = False
+        self.waited_for = waited_for
+        self._gate = gate
+        self._meter = meter
+        self._flush = flush
+        self._server = server
+        self._before = before
+        self._paused = late and (waited_for or before is not None)
+
+    async def enter(self) -> Gate:
+        """Returns when the worker may begin its next minibatch, or knows that it will not: see `BatchGate.gate`."""
+        self.between = True
+        begun_ns = None
+        if self._before is not None:
+            begun_ns = self._meter.now()
+            await self.resume()
+            await self._before()
+        gate = await self._gate.gate(self.stand)
+        if gate == "go":
+            self.between = False
+            self._meter.begin(begun_ns)
+        elif gate == "over" and self._before is not None:
+            await self._pause()
+        return gate
+
+    async def stand(self) -> None:
+        """Brings everything into the model: the worker stands until it passes the gate again."""
+        if self._gate.flush_others is not None:
+            await self._gate.flush_others()
+        await self._flush()
+        if self.waited_for:
+            await self._pause()
+        self._gate.stand()
+
+    async def leave(self) -> None:
+        """The worker has no more minibatches: no clock waits for it any more."""
+        if self._before is not None:
+            await self._pause()
+
+    async def resume(self) -> None:
+        """Others wait for the worker from now on."""
+        self.resumed, self._paused = self._paused, False
+        if self.resumed:
+            assert self._server is not None
+            await self._server.resume()
+
+    async def _pause(self) -> None:
+        if not self._paused:
+            assert self._server is not None
+            self._paused = True
+            await self._server.pause()
+
+
+# ---- base --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

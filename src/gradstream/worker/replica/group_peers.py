@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gradstream.memory import Span, Vector
-from gradstream.model.check import finite, length
+from gradstream.model.base import finite, length
 from gradstream.model.factors import FactoredLayer
 from gradstream.optim.base import Sums
 from gradstream.optim.groups import Piece, add_up
@@ -393,20 +393,20 @@ class GroupPeers:
 
     async def command(self, commands: Sequence[v1.Command]) -> Sequence[float]:
         """See `strategies.api.Peers`."""
-        from gradstream.server import arithmetic  # only batch methods have any
+        from gradstream.server import procedure
 
         vectors = {"": self._replica.parameters, **self._setup.updater.state}
         used, outs = (
-            {name: vectors[name] for name in arithmetic.names_of(commands)},
-            arithmetic.outs_of(commands),
+            {name: vectors[name] for name in procedure.names_of(commands)},
+            procedure.outs_of(commands),
         )
         begun_ns = self._runtime.now()
         scalars = await self._runtime.compute(
-            lambda _: arithmetic.perform(commands, {name: vector.tensor for name, vector in used.items()}),
+            lambda _: procedure.perform(commands, {name: vector.tensor for name, vector in used.items()}),
             work=Work("apply", elems=len(commands) * len(self._replica.parameters)),
             reads=[vector.all for name, vector in used.items() if name not in outs],
             writes=[used[name].all for name in outs],
-            shape_only=[0.0] * arithmetic.dots_of(commands),
+            shape_only=[0.0] * procedure.dots_of(commands),
         )
         self._meter.commanded(begun_ns)
         return scalars

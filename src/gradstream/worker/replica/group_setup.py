@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradstream.collectives.buckets import Buckets
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Buckets, Group
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime
 from gradstream.telemetry.events import GROUP
 from gradstream.telemetry.noise_meter import NoiseMeter
-from gradstream.telemetry.traffic import Transfer
-from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
+from gradstream.telemetry.wait_attribution import Kind, Transfer, WaitAttribution
 from gradstream.worker.joint_gradient import JointGradient
-from gradstream.worker.replica.coded_sums import CodedSums
-from gradstream.worker.replica.low_rank_sums import LowRankSums
+from gradstream.worker.replica.coded_sums import CodedSums, LowRankSums
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import Updater
 

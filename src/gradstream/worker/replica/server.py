@@ -21,15 +21,13 @@ from gradstream.memory import Memory, Vector
 from gradstream.model.base import Layout
 from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
-from gradstream.server.client.arrival import Arrival
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.fetch import Arrival
 from gradstream.server.update import Update
 from gradstream.strategies import api
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica.arithmetic import ElasticPull, LocalStep, add_scaled
-from gradstream.worker.replica.attendance import Attendance
-from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
-from gradstream.worker.replica.next_update import NextUpdate
+from gradstream.worker.replica.base import Attendance, Replica, ReplicaContext, vector_of
+from gradstream.worker.replica.next_update import ElasticPull, LocalStep, NextUpdate, add_scaled
 from gradstream.worker.replica.stand_in import PresentRound, StandIn
 from gradstream.worker.replica.updater import Updater
 

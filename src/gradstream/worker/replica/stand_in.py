@@ -12,9 +12,8 @@ from gradstream.runtime.base import Runtime
 from gradstream.server.client.client import ServerClient
 from gradstream.server.update import Update
 from gradstream.wire import v1
-from gradstream.worker.computed import ComputedGradient, SampleBatch
+from gradstream.worker.computed import ComputedGradient, Refusals, SampleBatch
 from gradstream.worker.gradient import GradientSource, differentiate
-from gradstream.worker.refusals import Refusals
 from gradstream.worker.schedule import BatchSchedule
 
 

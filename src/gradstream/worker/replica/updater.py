@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.memory import Span, Vector
-from gradstream.model.check import check_updated
+from gradstream.model.base import check_updated
 from gradstream.optim.base import Optimizer, Sums
-from gradstream.optim.decay import l2_of
-from gradstream.optim.groups import GroupedRule, Piece, Range, add_up
+from gradstream.optim.groups import GroupedRule, Piece, Range, add_up, l2_of
 from gradstream.optim.schedules import Rate
 
 UpdateRule = tuple[Optimizer, GroupedRule | None]
