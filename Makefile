@@ -20,10 +20,10 @@ demo: $(INSTALLED)  ## train a small CNN with 2 workers and 1 parameter server
 # Files of tests in three processes, for two cores: many wait for others for half of their time.
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-test: $(READY)  ## all tests but the long ones
+test: $(READY)  ## all tests, but of those whose cases take long a few cases
 	$(PYTEST) -m "not long"
 
-test-long: $(READY)  ## those of which a case takes 2.5 seconds or more: one in twenty, and half of the time
+test-long: $(READY)  ## what `make test` leaves out
 	$(PYTEST) -m long
 
 test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out

@@ -5,9 +5,10 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import random
 import signal
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,6 +54,10 @@ SLOW = REPOSITORY / "tests/slow.txt"
 """Seconds, cases and names of the slow tests: written by tools/slow_tests.py."""
 LONG_S = 2.5
 """Tests whose cases take as long, or longer, are `long`."""
+SHARE_S = 3.0
+"""Of a test whose cases take longer together, so many are `long` that the others take this long."""
+WHOLE = ("tests/front/test_docs.py",)
+"""Of the tests of these files no case is left out: each looks at another page."""
 
 
 STARTER: list[Starter] = []
@@ -92,21 +97,30 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests as `slow` and `long` by slow.txt, and each by its kind if `-m` chooses among them.
 
+    Which cases of a test stay in `make test` is drawn by the name of the test: every process draws the same.
     Where several processes share the files, the file that takes longest comes first.
     """
-    slow, of_files = dict[str, float](), defaultdict[str, float](float)
+    slow, of_files = dict[str, tuple[float, int]](), defaultdict[str, float](float)
+    cases_of = Counter(item.nodeid.partition("[")[0] for item in items)
     for line in SLOW.read_text().splitlines():
         seconds, cases, name = line.split()
-        slow[name] = float(seconds) / int(cases)
+        share = 1.0 if name.startswith(WHOLE) else min(1.0, SHARE_S / (float(seconds) or SHARE_S))
+        slow[name] = float(seconds) / int(cases), max(1, round(cases_of[name] * share))
         of_files[name.partition("::")[0]] += float(seconds)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -of_files[item.nodeid.partition("::")[0]])
     by_kind = any(kind in config.option.markexpr for kind in KINDS)
+    seen, drawn = Counter[str](), dict[str, set[int]]()
     for item in items:
-        if (seconds_a_case := slow.get(item.nodeid.partition("[")[0])) is not None:
+        name = item.nodeid.partition("[")[0]
+        if name in slow:
+            seconds_a_case, kept = slow[name]
+            if name not in drawn:
+                drawn[name] = set(random.Random(name).sample(range(cases_of[name]), kept))
             item.add_marker("slow")
-            if seconds_a_case >= LONG_S:
+            if seconds_a_case >= LONG_S or seen[name] not in drawn[name]:
                 item.add_marker("long")
+            seen[name] += 1
         if by_kind:
             mark_kind(item)
 
