@@ -453,7 +453,7 @@ def test_a_data_set_is_fetched_once_for_all(site: Site, tmp_path: Path) -> None:
     assert len(site.faults.asked) == 1
     assert left(places[0].parent) == [".lock", MEMBER]
     assert any("CC BY 4.0" in line and "cite" in line for line in said)
-    assert said[-1].endswith(" MB") or "waiting for process" in said[-1]
+    assert said[-1].endswith(" MB") or "waiting for " in said[-1]
 
 
 def test_processes_share_one_download(site: Site, tmp_path: Path) -> None:

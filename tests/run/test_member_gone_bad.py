@@ -223,7 +223,7 @@ def test_a_hundred_thousand_messages(strategy: str, monkeypatch: pytest.MonkeyPa
     sent, seed, before_kib = 0, 0, 0
     while sent < 100_000:
         seed += 1
-        bad = GoneBad(100_000 - sent, seed)
+        bad = GoneBad(100_000 - sent, seed, at_once=32)
         with monkeypatch.context() as patched:
             if strategy in ROBUST:
                 robust(strategy, bad, patched, epochs=200)
