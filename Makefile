@@ -11,7 +11,7 @@ PUBLIC_MODULES := $(addprefix gradstream.,analysis codec data errors model optim
 # Without bytecode on the disk, each of the many processes of the tests would compile all of torch that it imports: 3 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-long test-extras check lint types layers pages docs bench format setup
+.PHONY: demo test test-fast test-long test-extras check lint types layers pages histories docs bench format setup
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## train a small CNN with 2 workers and 1 parameter server
@@ -33,7 +33,7 @@ test-extras: $(READY)  ## with the real trackers, trainers of transformers, ligh
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio,ray]' 'ray[train]'
 	$(BIN)/pytest -q tests/integrations/test_integrations.py tests/trackers/test_trackers.py tests/run/test_ray.py
 
-check: lint types layers pages
+check: lint types layers pages histories
 
 # Without its cache: whether an import is ours depends on files that the cache does not watch.
 lint: $(READY)
@@ -50,6 +50,9 @@ layers: $(READY)
 pages: $(READY)
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/codespell
+
+histories: $(READY)  ## what each strategy, codec and rule does on virtual time, beside what it did before
+	$(BIN)/python tools/histories.py
 
 docs: $(READY)  ## the reference of the public modules, into build/docs; an undocumented public name fails it
 	$(BIN)/python tools/check_docs.py

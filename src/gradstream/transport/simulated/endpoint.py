@@ -22,6 +22,10 @@ from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT, FrameError, check_chunk, from_wire
 
+KIBIBYTE = 1024
+SMALL_BYTES = 256
+"""Size of every message of at most a KiB, as the network counts it; a larger one counts as whole KiB."""
+
 _LAG = 20  # mean delay of a duplicate, in delays of the link
 
 
@@ -106,7 +110,7 @@ class _End:
         header = v1.Frame()
         header.CopyFrom(frame)
         taken = None if payload is None else _snapshot(payload)
-        size_bytes = self.out.header_bytes + len(frame.body.data) + len(frame.open.body)
+        size_bytes = self.out.header_bytes + _control_bytes(len(frame.body.data) + len(frame.open.body))
         size_bytes += 0 if taken is None else taken.nbytes
         droppable = frame.HasField("chunk") or frame.HasField("body")
         self.out.send(Packet(size_bytes, partial(self.far.take, header, taken), droppable))
@@ -140,6 +144,11 @@ class _End:
         """Breaks the stream of this side: the other side is gone."""
         if self.stream is not None:
             self.stream.broken(message)
+
+
+def _control_bytes(actual: int) -> int:
+    """What a message of this size costs: a text or a field more changes no time of a simulation."""
+    return SMALL_BYTES * bool(actual) if actual <= KIBIBYTE else -(-actual // KIBIBYTE) * KIBIBYTE
 
 
 def _snapshot(payload: torch.Tensor) -> torch.Tensor:
