@@ -324,8 +324,8 @@ def neighbours() -> SparseDataset:
     ("update", "lock"), [("lock", WHOLE), ("short_lock", WHOLE), ("component_locks", FIRST + 7)]
 )
 def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: str, lock: int) -> None:
+    from gradstream.sparse.atomics import acquire
     from gradstream.sparse.sweep import free
-    from gradstream.sparse.updates import acquire
 
     data = neighbours()
     model, shared = linear(data.num_features, loss="squared"), Shared(data.num_features)
@@ -350,8 +350,8 @@ def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: 
 
 
 def test_a_dead_workers_turn_passes() -> None:
+    from gradstream.sparse.atomics import acquire
     from gradstream.sparse.sweep import free
-    from gradstream.sparse.updates import acquire
     from gradstream.sparse.ways import part_of, take_part
 
     data = neighbours()

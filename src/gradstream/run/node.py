@@ -39,7 +39,7 @@ from gradstream.run.local.forkserver import show_warnings
 from gradstream.run.losses import follow_requests, losses_of, take_request
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import build_replica
-from gradstream.run.place import PhaseLeader, run_phases
+from gradstream.run.phases import PhaseLeader, run_phases
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog

@@ -20,7 +20,7 @@ from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.relay import RunClock
 from gradstream.model.base import Model
 from gradstream.run.nodes import build_replica
-from gradstream.run.place import PhaseLeader, run_phases
+from gradstream.run.phases import PhaseLeader, run_phases
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig

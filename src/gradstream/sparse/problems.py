@@ -88,7 +88,7 @@ def _touched_row(table: Any, i: int, where: Any) -> int:
 
 @functools.cache
 def _linear_functions(loss: str, l2: float) -> tuple[Touched, Gradient]:
-    from gradstream.sparse.updates import compiled
+    from gradstream.sparse.atomics import compiled
 
     link, regular = compiled(LOSSES[loss]), l2 > 0
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.sparse.updates import compiled, swap_if
+from gradstream.sparse.atomics import compiled, swap_if
 from gradstream.sparse.ways import GOT, WAYS, take_nothing
 
 NEXT, LOCK = 0, 1

@@ -15,11 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradstream.sparse.updates import (
-    FIRST,
-    RANKS,
-    TURN,
-    WHOLE,
+from gradstream.sparse.atomics import (
     YIELD_EVERY,
     acquire,
     atomic_add,
@@ -30,6 +26,7 @@ from gradstream.sparse.updates import (
     swap_if,
     yield_core,
 )
+from gradstream.sparse.updates import FIRST, RANKS, TURN, WHOLE
 
 # ---- turns -------------------------------------------------------------------------------
 # Turns: workers write in the order of their ranks, round after round. A worker that takes no part is skipped.

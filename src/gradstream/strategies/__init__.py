@@ -106,7 +106,7 @@ _MODULE_OF = {
     "SharedMemoryStrategy": "base",
     "SharedMemoryWorker": "api",
     "Softsync": "softsync",
-    "StagedStrategy": "staged",
+    "StagedStrategy": "downpour",
     "StalenessAware": "staleness_aware",
     "Strategy": "base",
     "StreamingDiLoCo": "streaming_diloco",
