@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +156,24 @@ def test_a_parameter_near_zero_is_measured_by_the_others() -> None:
                 model.get_parameter("2.bias").add_(3e-8)
 
     loop_in_threads(loop_of(OPTIMIZERS["sgd"], 12, swings), deadlines=DEADLINES)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_loop_that_ends_early_stops_nobody_where_machines_round_differently(
+    early: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "EVERY", 5)
+    steps = Counter[int]()
+
+    def loop(session: gs.Session) -> Any:
+        def counted(session: gs.Session, model: nn.Sequential) -> None:
+            steps[session.rank] += 1
+            rounds_differently(session, model)
+
+        return loop_of(OPTIMIZERS["sgd"], 12 if session.rank == early else 20, counted)(session)
+
+    first, second = loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
+    assert steps == {early: 12, 1 - early: 20}
+    names = 4  # weights and biases, before the optimizers' state; after `close` those of the last step are everywhere
+    assert all(torch.equal(one, other) for one, other in zip(first[:names], second[:names], strict=True))

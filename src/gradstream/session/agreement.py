@@ -71,10 +71,14 @@ class ReplicaAgreement:
         if self._suspect and (not self._made or step - self._since >= EVERY):
             self._agree(step)
 
+    @property
+    def needed(self) -> bool:
+        """Whether replicas have ever differed, on all workers alike."""
+        return bool(self._made or self._suspect)
+
     def at_end(self, step: int) -> None:
-        """Agrees a last time, if replicas have ever differed. Raises as `after_step`."""
-        if self._made or self._suspect:
-            self._agree(step)
+        """Agrees a last time. Raises as `after_step`."""
+        self._agree(step)
 
     def _agree(self, step: int) -> None:
         parameters = self._wrapped.parameters[: len(self._vector.bounds)]
@@ -314,6 +318,21 @@ class GradientRounds:
         return RoundResult(
             vector.unscaled(mean), vector.fired(mean), vector.broken(mean), vector.present(mean)
         )
+
+    def end(self) -> None:
+        """Ends the rounds: replicas that rounding had driven apart have the same bits afterwards.
+
+        A worker whose loop ends before the others' leaves them, and has the parameters of its own last step.
+        """
+        if self.agreement.needed and not self._others_train():
+            self.agreement.at_end(self.steps)
+
+    def _others_train(self) -> bool:
+        """Whether another worker still makes rounds: one to which this worker brings nothing tells."""
+        into, none = self._bridge.open(0, silent=True), [0.0] * len(self._wrapped.parameters)
+        self._vector.finish(into.zero_(), [none, none, none], [self._rounds, self.steps, 0, 0])
+        mean = self._bridge.exchange(math.nan)  # that of the round before, where nobody brings anything
+        return not self._vector.differing(mean, [self._rounds])
 
     def exchange_late(self, indices: Sequence[int], scale: float) -> LateGradients:
         """Averages gradients of parameters that were frozen at `wrap`, in as many rounds as they need.

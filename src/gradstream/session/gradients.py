@@ -162,8 +162,8 @@ class GradientReducer:
             self._rounds.agreement.after_step(self._rounds.steps)
 
     def end(self) -> None:
-        """Ends the training: replicas that rounding had driven apart have the same bits afterwards."""
-        self._rounds.agreement.at_end(self._rounds.steps)
+        """Ends the training: see `GradientRounds.end`."""
+        self._rounds.end()
 
     def _average_rest(self, optimizer: torch.optim.Optimizer) -> None:
         if self._writer.is_open:  # a backward has failed and the others wait; or this step is made inside one
