@@ -74,6 +74,7 @@ class StepResult:
         portions: number of portions of that pass that every chunk has.
         samples: number of their samples.
         loss: mean loss over these; infinite if one was not finite.
+        by: the worker that has brought the latest step.
     """
 
     number: int
@@ -83,13 +84,14 @@ class StepResult:
     portions: int = 0
     samples: int = 0
     loss: float = 0.0
+    by: str = ""
 
     @classmethod
     def of(cls, sent: int, result: v1.CommandResult) -> StepResult:
         """Adds up the results of all chunks."""
         latest = max((one.number for one in result.chunks), default=sent)
         if latest > sent or not result.chunks:
-            return cls(latest, result.note)
+            return cls(latest, result.note, by=result.by)
         fewest = min(result.chunks, key=lambda one: one.portions[0].first)
         total = fewest.portions[0]
         return cls(
@@ -100,6 +102,7 @@ class StepResult:
             total.first,
             total.samples,
             total.loss,
+            result.by,
         )
 
 

@@ -48,6 +48,7 @@ from gradstream.server.procedure import (
     Procedure,
     Reply,
     State,
+    StepResult,
     Steps,
     copy,
     outs_of,
@@ -417,7 +418,7 @@ class ProcedureRun:
                 break
             result = await self._server.step(self._step(), present.commands)
             if result.number > self._number:
-                self._adopt(result.number, result.note)
+                self._adopt(result)
             elif not result.samples or result.samples != self._samples:
                 break  # portions are missing; of the first pass nobody knows how many there are
             else:
@@ -427,7 +428,7 @@ class ProcedureRun:
         """Goes on where the others are, if they are further."""
         latest = await self._server.step(v1.Procedure(), ())
         if latest.number > self._number or (latest.number == self._number and not self._known):
-            self._adopt(latest.number, latest.note)
+            self._adopt(latest)
 
     async def _send(self, number: int) -> None:
         """Has all chunks carry out the present round. Goes on to the next one, unless it waits for pass `number`."""
@@ -435,7 +436,7 @@ class ProcedureRun:
         await self._server.flush()
         result = await self._server.step(self._step(), self._round.commands)
         if result.number > self._number:
-            self._adopt(result.number, result.note)
+            self._adopt(result)
             return
         self._sent = self._known = True
         if not self._round.evaluate:
@@ -459,8 +460,24 @@ class ProcedureRun:
         pass_number = (self._first or 0) + self._passes + 1 if evaluates else 0
         return v1.Procedure(number=self._number, note=json.dumps(note).encode(), pass_number=pass_number)
 
-    def _adopt(self, number: int, note: bytes) -> None:
-        """Goes on from a later step, which another worker has brought."""
-        *record, self._passes, self._samples, restored, self._first = json.loads(note)
-        self._at = Execution.recorded(self._procedure, record)
-        self._number, self._sent, self._known = number + bool(restored), False, not restored
+    def _adopt(self, latest: StepResult) -> None:
+        """Goes on from a later step, which another worker has brought.
+
+        Raises:
+            GradientError: it is no step of this method.
+        """
+        try:
+            *record, passes, samples, restored, first = json.loads(latest.note)
+            self._at = Execution.recorded(self._procedure, record)
+            self._passes, self._samples, self._first = (
+                int(passes),
+                int(samples),
+                None if first is None else int(first),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            by = latest.by or "the checkpoint"
+            raise GradientError(
+                f"step {latest.number} of {type(self._procedure).__name__}, brought by {by}, cannot be continued "
+                f"({type(error).__name__}); all workers must run the same job under the same version of gradstream"
+            ) from error
+        self._number, self._sent, self._known = latest.number + bool(restored), False, not restored

@@ -489,7 +489,7 @@ class Command(_message.Message):
     def __init__(self, kind: _Optional[_Union[Command.Kind, str]] = ..., out: _Optional[str] = ..., x: _Optional[str] = ..., y: _Optional[str] = ..., alpha: _Optional[float] = ..., sequence: _Optional[int] = ..., clock: _Optional[int] = ..., commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ..., step: _Optional[_Union[Procedure, _Mapping]] = ...) -> None: ...
 
 class Procedure(_message.Message):
-    __slots__ = ("number", "note", "scalars", "pass_number", "portions", "chunk", "accepted")
+    __slots__ = ("number", "note", "scalars", "pass_number", "portions", "chunk", "accepted", "by")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
@@ -497,6 +497,7 @@ class Procedure(_message.Message):
     PORTIONS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     number: int
     note: bytes
     scalars: _containers.RepeatedScalarFieldContainer[float]
@@ -504,7 +505,8 @@ class Procedure(_message.Message):
     portions: _containers.RepeatedCompositeFieldContainer[Portion]
     chunk: int
     accepted: bool
-    def __init__(self, number: _Optional[int] = ..., note: _Optional[bytes] = ..., scalars: _Optional[_Iterable[float]] = ..., pass_number: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., chunk: _Optional[int] = ..., accepted: bool = ...) -> None: ...
+    by: str
+    def __init__(self, number: _Optional[int] = ..., note: _Optional[bytes] = ..., scalars: _Optional[_Iterable[float]] = ..., pass_number: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., chunk: _Optional[int] = ..., accepted: bool = ..., by: _Optional[str] = ...) -> None: ...
 
 class Portion(_message.Message):
     __slots__ = ("first", "samples", "loss")
@@ -517,14 +519,16 @@ class Portion(_message.Message):
     def __init__(self, first: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("clock", "chunks", "note")
+    __slots__ = ("clock", "chunks", "note", "by")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     clock: int
     chunks: _containers.RepeatedCompositeFieldContainer[Procedure]
     note: bytes
-    def __init__(self, clock: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[Procedure, _Mapping]]] = ..., note: _Optional[bytes] = ...) -> None: ...
+    by: str
+    def __init__(self, clock: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[Procedure, _Mapping]]] = ..., note: _Optional[bytes] = ..., by: _Optional[str] = ...) -> None: ...
 
 class Backup(_message.Message):
     __slots__ = ("chunk", "workers", "number")

@@ -232,7 +232,8 @@ class ServerClient:
         chunks = [one for result in results for one in result.chunks]
         chunks.sort(key=lambda one: one.chunk)
         clock = max(result.clock for result in results)
-        return v1.CommandResult(clock=clock, chunks=chunks, note=_latest_note(results))
+        note, by = _latest_note(results)
+        return v1.CommandResult(clock=clock, chunks=chunks, note=note, by=by)
 
     async def step(self, step: v1.Procedure, commands: Sequence[v1.Command]) -> StepResult:
         """Has every chunk carry out a step of a procedure, unless it has got so far already.
@@ -274,7 +275,8 @@ class ServerClient:
         await self.flush()
 
 
-def _latest_note(results: Sequence[v1.CommandResult]) -> bytes:
-    """The note of the latest step of a procedure, of all shards."""
-    steps = [(max((one.number for one in result.chunks), default=0), result.note) for result in results]
-    return max(steps, key=lambda step: step[0], default=(0, b""))[1]
+def _latest_note(results: Sequence[v1.CommandResult]) -> tuple[bytes, str]:
+    """The note of the latest step of a procedure, of all shards, and who has brought it."""
+    steps = [(max((one.number for one in result.chunks), default=0), result) for result in results]
+    _, latest = max(steps, key=lambda step: step[0], default=(0, v1.CommandResult()))
+    return latest.note, latest.by

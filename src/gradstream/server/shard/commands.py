@@ -97,13 +97,14 @@ class Commands:
     async def _step_in_turn(self, sender: str, command: v1.Command) -> v1.CommandResult:
         executor, step = self._executor, command.step
         vectors = {name: executor.store.vector(name) for name in names_of(command.commands)}
-        note, latest, chunks = b"", 0, []
+        note, by, latest, chunks = b"", "", 0, []
         for chunk in executor.store.here:
             async with executor.leases.turn(chunk):
                 procedure = executor.state.chunks[chunk].procedure
                 if procedure.number < step.number:
                     scalars = await self._compute(sender, command, vectors, chunk)
-                    procedure.number, procedure.note, procedure.scalars = step.number, step.note, scalars
+                    procedure.number, procedure.scalars = step.number, scalars
+                    procedure.note, procedure.by = step.note, sender
                     procedure.accepted = procedure.accepted or ACCEPTED in outs_of(command.commands)
                     if step.pass_number:
                         procedure.begin(step.pass_number)
@@ -115,8 +116,8 @@ class Commands:
                         await executor.keep(chunk)
                 chunks.append(procedure.summary(chunk))
                 if procedure.number > latest:
-                    latest, note = procedure.number, procedure.note
-        return v1.CommandResult(chunks=chunks, note=note)
+                    latest, note, by = procedure.number, procedure.note, procedure.by
+        return v1.CommandResult(chunks=chunks, note=note, by=by)
 
     async def _compute(
         self, sender: str, step: v1.Command, vectors: Mapping[str, Vector], chunk: int

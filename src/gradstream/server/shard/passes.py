@@ -22,6 +22,7 @@ class ChunkProcedure:
     Args:
         number: number of the last step; 0 before the first.
         note: from which any worker continues the procedure; opaque.
+        by: the worker that has brought it.
         scalars: results of the last step on this chunk.
         pass_number: 1 + number of the pass whose portions are taken; 0 before the first.
         portions: the portions of that pass that were taken: (samples, mean loss) by number.
@@ -30,6 +31,7 @@ class ChunkProcedure:
 
     number: int = 0
     note: bytes = b""
+    by: str = ""
     scalars: Sequence[float] = ()
     pass_number: int = 0
     portions: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class ChunkProcedure:
         return v1.Procedure(
             number=self.number,
             note=self.note,
+            by=self.by,
             scalars=self.scalars,
             pass_number=self.pass_number,
             portions=portions,
@@ -106,4 +109,6 @@ class ChunkProcedure:
         """The result of `message`, read again."""
         portions = {one.first: (one.samples, one.loss) for one in message.portions}
         scalars = tuple(message.scalars)
-        return cls(message.number, message.note, scalars, message.pass_number, portions, message.accepted)
+        return cls(
+            message.number, message.note, message.by, scalars, message.pass_number, portions, message.accepted
+        )
