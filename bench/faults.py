@@ -27,9 +27,8 @@ import numpy as np
 
 import gradstream as gs
 from gradstream.run.plan import shard_name, worker_name
-from gradstream.testing.faults import DiskFull, FaultPlan, Scene
+from gradstream.testing.faults import DiskFull, FailingStorage, FaultPlan, Scene
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
-from gradstream.testing.storage import FailingStorage
 from gradstream.testing.tokens import check_exactly_once
 from records import RESULTS, command_line, origin
 

@@ -49,7 +49,7 @@ MOST_KEPT, HIGHEST = 4, 512
 FORKSERVER = "gradstream.run.local.forkserver"
 COMMON = (
     "gradstream.run.placement", "gradstream.run.remote.machine_rendezvous", "gradstream.cli.machines",
-    "gradstream.cli.running", "gradstream.session.joining", "gradstream.session.loaders",
+    "gradstream.cli.commands.jobs", "gradstream.session.joining", "gradstream.session.loaders",
     "gradstream.strategies.allreduce", "gradstream.strategies.downpour", "gradstream.strategies.synchronous",
     "gradstream.trackers.tensorboard", "torch.utils.data",
 )  # fmt: skip

@@ -266,7 +266,7 @@ def test_simulate_without_options_is_the_default_world(recorder: Recorder) -> No
 def test_demo_runs_its_own_job(recorder: Recorder) -> None:
     result = call("demo")
     assert result.exit_code == 0, result.output
-    assert recorder.spec == "gradstream.cli.demo_job:job"
+    assert recorder.spec == "gradstream.cli.demo:job"
     assert "2.00 s" in result.stdout
 
 

@@ -12,16 +12,23 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.cli.demo_faults import broken_promises, run_with_faults, table_of
-from gradstream.cli.demo_job import BATCH_SIZE, COUNTERS, IMAGES
-from gradstream.cli.kills import EACH, KillSchedule
+from gradstream.cli.demo import (
+    BATCH_SIZE,
+    COUNTERS,
+    EACH,
+    IMAGES,
+    KillSchedule,
+    broken_promises,
+    run_with_faults,
+    table_of,
+)
 from gradstream.job.files import load_job
 from gradstream.report.charts import WIDTH, legend
 from gradstream.report.story import deaths_of
 
 
 def test_the_loss_of_the_demo_falls() -> None:
-    run = gs.simulate(load_job("gradstream.cli.demo_job:job"), epochs=None, steps=60)
+    run = gs.simulate(load_job("gradstream.cli.demo:job"), epochs=None, steps=60)
     losses = [row["loss"] for row in run.history]
     assert np.mean(losses[-20:]) < 0.7 * np.mean(losses[:20])  # 1.07 and 2.13
 
@@ -121,8 +128,8 @@ def test_processes_are_killed_and_each_image_is_in_the_model_once_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gradstream.cli.kills.GAP_S", (0.3, 0.6))
-    monkeypatch.setattr("gradstream.cli.kills.EACH", 1)
+    monkeypatch.setattr("gradstream.cli.demo.GAP_S", (0.3, 0.6))
+    monkeypatch.setattr("gradstream.cli.demo.EACH", 1)
     assert run_with_faults(seed=1, epochs=1)
     said = capsys.readouterr()
     assert "kill -9" in said.err

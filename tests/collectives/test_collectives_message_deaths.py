@@ -21,7 +21,7 @@ import torch
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import GroupMembers
 from gradstream.collectives.socket_driver import SocketWriter
-from gradstream.collectives.stream_driver import StreamDriver
+from gradstream.collectives.executor import StreamDriver
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import SECRET

@@ -15,8 +15,7 @@ import torch
 
 from gradstream.collectives.group import Group, slice_of
 from gradstream.collectives.shm import barrier, operations
-from gradstream.collectives.shm.core import SharedCore
-from gradstream.collectives.shm.group import SharedGroup
+from gradstream.collectives.shm.group import SharedCore, SharedGroup
 from gradstream.collectives.shm.native import COUNT, PATIENT, native
 from gradstream.collectives.shm.operations import (
     BLOCK_ELEMS,

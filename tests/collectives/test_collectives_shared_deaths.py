@@ -18,7 +18,7 @@ RANK = """
 import asyncio
 import torch
 from gradstream.collectives.shm.group import SharedGroup
-from gradstream.collectives.shm.core import SharedCore
+from gradstream.collectives.shm.group import SharedCore
 from gradstream.collectives.shm.native import LOOKS, LOOKS_NS
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.shm.steps import finish

@@ -16,9 +16,9 @@ from gradstream.coordinator.durable.keeper import missing_lines
 from gradstream.coordinator.durable.state import KeptState, StateError, decode, encode
 from gradstream.coordinator.durable.store import STORE, StateStore, SupersededError
 from gradstream.coordinator.membership import Membership
+from gradstream.data.feed import QueuePlan
 from gradstream.data.hands import AssignableBatches, Hands, Receipts
 from gradstream.data.ledger import Ledger
-from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import WorkerSpeed
 from gradstream.run.nodes import _membership, _started
 from gradstream.run.simulated import SimulatedCluster

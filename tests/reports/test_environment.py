@@ -12,7 +12,7 @@ from acted_loops import DEADLINES, alone, close, flat, joined, line, part, sampl
 from gradstream.run.local.environment import node_environment
 from gradstream.run.place import Place, place_of
 from gradstream.run.remote.address import Address
-from gradstream.session.rendezvous import StoreRendezvous
+from gradstream.session.torchrun import StoreRendezvous
 from gradstream.testing.sessions import loop_in_threads
 
 STEP = {
@@ -81,8 +81,8 @@ def test_two_jobs_on_one_machine_do_not_meet_at_one_port() -> None:
 def test_process_0_is_where_it_is_and_not_where_the_engine_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytorch/pytorch#137402: the process of rank 0 was on another machine than the one that MASTER_ADDR named."""
     ways = {"10.0.0.1": "10.0.0.2"}  # the address of this machine on the way to that one
-    monkeypatch.setattr("gradstream.session.rendezvous.local_address", lambda address: ways[address.host])
-    monkeypatch.setattr("gradstream.session.rendezvous._store", lambda place, limit_s: None)
+    monkeypatch.setattr("gradstream.session.torchrun.local_address", lambda address: ways[address.host])
+    monkeypatch.setattr("gradstream.session.torchrun._store", lambda place, limit_s: None)
     place = Place(engine="torchrun", rank=0, size=4, host="10.0.0.1", port=29500)
     assert StoreRendezvous(place, 1.0, "token").own_address("10.0.0.1") == Address("10.0.0.2")
 

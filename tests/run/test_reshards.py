@@ -24,7 +24,7 @@ from gradstream.errors import ConfigError, GradstreamError
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.shard import copies, handover, service
+from gradstream.server.shard import copies, service
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.faults import FaultPlan, Kill
@@ -375,7 +375,7 @@ def not_held(patch: pytest.MonkeyPatch) -> None:
 
 def half_copied(patch: pytest.MonkeyPatch) -> None:
     """One element in each copy is lost."""
-    take: Any = handover.take_over
+    take: Any = service.take_over
 
     async def some(*given: Any) -> None:
         destination: Callable[[Any], Any] = given[-1]

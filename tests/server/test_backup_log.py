@@ -17,7 +17,7 @@ from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.server.shard.backup import BackupLog
-from gradstream.testing.storage import FailingStorage
+from gradstream.testing.faults import FailingStorage
 from gradstream.wire import v1
 
 PATH = "backups/shard-0.log"

@@ -29,7 +29,7 @@ from gradstream.server.update import Update
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
-from gradstream.transport.shm.endpoint import ShmEndpoint
+from gradstream.transport.carriers import ShmEndpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, Placement
 

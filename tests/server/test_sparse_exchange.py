@@ -21,10 +21,9 @@ from gradstream.report.sections import links
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.server.client.fetch import SparseDelta
-from gradstream.server.rows import RowMap, RowPart, RowTable, pack
+from gradstream.server.rows import ChangedRows, RowMap, RowPart, RowTable, pack
 from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.row_store import ChangedRows
 from gradstream.strategies.base import RowExchange
 from gradstream.testing.runs import QUICK
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 import gradstream as gs
 from gradstream.run.place import Place
 from gradstream.run.result import FINAL_MODEL
-from gradstream.session import rendezvous, torchrun
+from gradstream.session import torchrun
 from gradstream.session.node import job as session_job
 from gradstream.testing.machines import Machine, Machines, unavailable
 
@@ -162,10 +162,10 @@ def test_what_others_write_into_the_store_is_not_believed(
         monkeypatch.setenv("GRADSTREAM_TOKEN", token)
     dist: Any = torch.distributed
     store = dist.HashStore()
-    monkeypatch.setattr(rendezvous, "_store", lambda *_: store)
+    monkeypatch.setattr(torchrun, "_store", lambda *_: store)
     text = json.dumps({"address": "10.77.0.9:4000", "fingerprint": "sha256:0"})
-    forged = rendezvous.proof_of("a token of sixteen characters", "nonce", text)
-    store.set(rendezvous.KEY, json.dumps({"signed": text, "nonce": "nonce", "proof": forged}))
+    forged = torchrun.proof_of("a token of sixteen characters", "nonce", text)
+    store.set(torchrun.KEY, json.dumps({"signed": text, "nonce": "nonce", "proof": forged}))
     with pytest.raises(gs.errors.ConfigError, match="no secret" if token is None else "not signed"):
         torchrun.take_part(session_job(), Place(engine="torchrun", rank=1, size=2, host="", port=0))
 

@@ -30,7 +30,7 @@ from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies.api import Participation
 from gradstream.strategies.downpour import ALONE
-from gradstream.strategies.stale import StaleGradients
+from gradstream.strategies.together import StaleGradients
 from gradstream.telemetry.events import EventDict
 from gradstream.testing import properties
 from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares

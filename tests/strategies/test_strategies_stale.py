@@ -23,7 +23,7 @@ from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.shard.instructions import Apply, Parked
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
-from gradstream.strategies import Strategy, penalty
+from gradstream.strategies import Strategy, softsync
 from gradstream.strategies.softsync import WeightedMean
 from gradstream.testing import check_strategy
 from gradstream.testing.properties import complete, documented, plain, travels
@@ -237,7 +237,7 @@ def test_any_function_of_tau_weighs() -> None:
     with pytest.raises(gs.errors.UserCodeError, match="the weight of staleness 3 is nan"):
         WeightedMean(1, nothing, 1.0).weights(3, [contribution(0)])
     with pytest.raises(gs.errors.UserCodeError, match="the weight of staleness 3 raised ZeroDivisionError"):
-        penalty.factor(lambda tau: 1 / (tau - 3), 1.0, 3)
+        softsync.factor(lambda tau: 1 / (tau - 3), 1.0, 3)
 
 
 def test_a_function_travels_as_its_place() -> None:

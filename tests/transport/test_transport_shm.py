@@ -35,7 +35,7 @@ from gradstream.server.update import Update
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import HeldReference, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
-from gradstream.transport.shm.endpoint import ShmEndpoint
+from gradstream.transport.carriers import ShmEndpoint
 from gradstream.transport.shm.leases import ARENA_BYTES, Arena
 from gradstream.transport.socket.unix import send_descriptors
 from gradstream.transport.stream import StreamCore

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from gradstream.runtime.throttle import Throttle
+from gradstream.runtime.tasks import Throttle
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.untrusted import (
     DocumentError,

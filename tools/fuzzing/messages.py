@@ -27,9 +27,9 @@ from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.presence_service import EventGate
 from gradstream.coordinator.progress import receipt_of
 from gradstream.data.base import BatchRef
+from gradstream.data.feed import QueuePlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
-from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
 from gradstream.memory import Memory
 from gradstream.optim import SGD

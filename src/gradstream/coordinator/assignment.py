@@ -43,10 +43,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstream.data.base import BatchRef
+from gradstream.data.feed import QueuePlan
 from gradstream.data.hands import Copy, Unassigned
 from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
-from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
 

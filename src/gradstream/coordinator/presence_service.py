@@ -11,8 +11,7 @@ from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.nodes import Refuse
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime.deadlines import STILL, to_wait_longer
-from gradstream.runtime.tasks import Wakeup
-from gradstream.runtime.throttle import Throttle
+from gradstream.runtime.tasks import Throttle, Wakeup
 from gradstream.telemetry.event_lines import EventError, parse_event
 from gradstream.telemetry.events import Event, RefusedEventsEvent
 from gradstream.transport.base import Stream

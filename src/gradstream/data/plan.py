@@ -4,7 +4,7 @@
     RoundPlan       round r = o[rB : (r+1)B], B = Σ bᵢ; worker i takes its bᵢ of it, in rank order
     PartitionPlan   partition i = one run of the order, as long as its share; divided into minibatches
 
-A third plan divides it when workers ask (`queue_plan.py`). In all of them every sample is in exactly one minibatch of
+A third plan divides it when workers ask (`feed.py`). In all of them every sample is in exactly one minibatch of
 every epoch. The minibatches of a round of `RoundPlan` together are the minibatch of one node with batch size B. The
 number of samples of each worker may change from round to round (`reassign`), but B does not.
 

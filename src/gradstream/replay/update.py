@@ -14,8 +14,8 @@ import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import ConfigError
+from gradstream.server.rows import elements_of
 from gradstream.server.shard.event_schedule import UpdateDue
-from gradstream.server.shard.row_store import elements_of
 from gradstream.server.update import Update as Push
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.computed import Observer

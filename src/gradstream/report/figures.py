@@ -12,12 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradstream.report.counting import by_node, cpu_s_of, rank_order, total_of
-from gradstream.report.grouped import attributed
 from gradstream.report.staleness import StalenessRow, staleness_by
 from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.report.summary import begin_s, carriers_of, summary_of
-from gradstream.report.worker_figures import WorkerFigures, pauses_of, workers_of
+from gradstream.report.worker_figures import (
+    WorkerFigures,
+    attributed,
+    by_node,
+    cpu_s_of,
+    pauses_of,
+    rank_order,
+    total_of,
+    workers_of,
+)
 from gradstream.telemetry.events import EventDict
 
 Series = tuple[tuple[float, float], ...]

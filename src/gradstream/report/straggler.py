@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypedDict
 
-from gradstream.report.grouped import attributed
+from gradstream.report.worker_figures import attributed
 from gradstream.telemetry.events import EventDict
 
 # ---- straggler ---------------------------------------------------------------------------

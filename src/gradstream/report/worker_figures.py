@@ -4,12 +4,49 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from gradstream.report.counting import by_node, cpu_s_of, mean_of, rank_order, total_of
-from gradstream.telemetry.events import EventDict
+from gradstream.telemetry.events import GROUP, EventDict
+
+# ---- counting ----------------------------------------------------------------------------
+# Small functions over events that several figures share.
+
+
+def by_node(events: Iterable[EventDict]) -> defaultdict[str, list[EventDict]]:
+    """The events of each node, in their order."""
+    found: defaultdict[str, list[EventDict]] = defaultdict(list)
+    for event in events:
+        found[event["node"]].append(event)
+    return found
+
+
+def rank_order(name: str) -> tuple[str, int]:
+    """Sort key for names of nodes; worker-10 comes after worker-9."""
+    role, _, rank = name.rpartition("-")
+    is_rank = rank.isascii() and rank.isdigit() and len(rank) < 10
+    return (role, int(rank)) if is_rank else (name, 0)
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    """The mean of some values; None if there are none."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def cpu_s_of(event: EventDict) -> float:
+    """CPU seconds of a process so far, from its "cpu" event."""
+    return float(event["user_s"] + event["system_s"])
+
+
+def total_of(counter: Iterable[float]) -> float:
+    """The total of a counter, from its readings in order of time. Each process of a resumed run begins again at 0."""
+    total = last = 0.0
+    for value in counter:
+        total += value - last if value >= last else value
+        last = value
+    return total
+
 
 # ---- worker figures ----------------------------------------------------------------------
 
@@ -206,3 +243,35 @@ def phase_text(event: EventDict) -> str:
     name = f"phase {event['number']} of {event['phases']}, {event['label']}"
     why = f"; {event['why']}" if event.get("why") else ""
     return f"{name}: {event['strategy']}, {workers}, minibatches of {size}{joined}{why}"
+
+
+# ---- grouped -----------------------------------------------------------------------------
+# Finds for whom workers waited in a group without servers, by comparing their steps.
+#
+# No rank of a group knows which one came last, since their clocks differ and a message would cost time. But all begin
+# a round together. So a worker whose gradient ended later, counted from the begin of its step, kept the others
+# waiting for the difference. They waited for the exchange the rest of the time.
+
+
+def attributed(steps: Sequence[EventDict]) -> list[EventDict]:
+    """The steps, with the part of their waiting that the slowest worker of the round caused under its name.
+
+    Args:
+        steps: "step" events. Steps of a run with servers are returned unchanged.
+    """
+    rounds: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for step in steps:
+        rounds[step["step"]][step["node"]] = step.get("compute_at_s", 0.0) + step["compute_s"]
+    return [_attributed(step, rounds[step["step"]]) for step in steps]
+
+
+def _attributed(step: EventDict, ends: Mapping[str, float]) -> EventDict:
+    waited = dict(step.get("waited_for", {}))
+    if GROUP not in waited:
+        return step
+    slowest = max(ends, key=lambda name: (ends[name], name))
+    late_s = min(waited[GROUP], ends[slowest] - ends[step["node"]])
+    if late_s > 0:
+        waited[slowest] = waited.get(slowest, 0.0) + late_s
+        waited[GROUP] -= late_s
+    return {**step, "waited_for": waited}

@@ -44,7 +44,7 @@ class PushHeader:
         round: version that the push is meant for; only synchronous strategies set it.
         base_version: version of the chunk that the gradient was computed on.
         empty: whether the push has no elements for this chunk: the worker contributes nothing this time.
-        clock: clock of the worker once this push is applied; 0 where workers have none (see `clocks.py`).
+        clock: clock of the worker once this push is applied; 0 where workers have none (see `passes.py`).
         loss: mean loss over the samples; NaN where unknown.
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
         redone: whether another worker pushes for this one, which is lost. It belongs to no clock.
@@ -114,7 +114,7 @@ class AggregationRule(ABC):
     def lockstep(self) -> bool:
         """Whether an update is the sum of the pushes of one clock.
 
-        The shard applies the sum once every worker that takes part has pushed for that clock: see `clocks.py`.
+        The shard applies the sum once every worker that takes part has pushed for that clock: see `passes.py`.
         """
         return False
 

@@ -37,7 +37,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryN
 from gradstream.strategies.base import check_count
-from gradstream.strategies.stale import StaleGradients
+from gradstream.strategies.together import StaleGradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.correction import Correction
 from gradstream.strategies.base import check_not_negative
-from gradstream.strategies.stale import StaleGradients
+from gradstream.strategies.together import StaleGradients
 
 DECAY, EPS = 0.95, 1e-7
 """Defaults of d and ε."""

@@ -35,9 +35,8 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.base import check_count
-from gradstream.strategies.penalty import Penalty, check_penalty
-from gradstream.strategies.softsync import WeightedMean
-from gradstream.strategies.stale import StaleGradients
+from gradstream.strategies.softsync import Penalty, WeightedMean, check_penalty
+from gradstream.strategies.together import StaleGradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from gradstream.runtime import Link, Network, RealRuntime, SimulationConfig, Vir
 from gradstream.runtime.base import Runtime
 from gradstream.testing.endpoints import MakePair, Pair
 from gradstream.transport.base import Endpoint, Identity, Stream
+from gradstream.transport.carriers import ShmEndpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.methods import METHODS, Method
 from gradstream.transport.security import Tls
-from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1

@@ -20,7 +20,7 @@ from gradstream.errors import ClosedError, ConfigError, GradstreamError, Interna
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.runtime.throttle import Throttle
+from gradstream.runtime.tasks import Throttle
 from gradstream.transport.access import AccessControl, Service
 from gradstream.transport.base import (
     Caller,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,84 @@ from gradstream.cli.options import (
     words_beside,
     words_given,
 )
-from gradstream.cli.running import run_and_show, show_detached, show_dry_run
 from gradstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gradstream.job.job import Job
+    from gradstream.run.result import Run
     from gradstream.runtime.simulation import SimulationConfig
+    from gradstream.telemetry.events import EventDict
+
+
+# ---- running -----------------------------------------------------------------------------
+# Runs a job under a progress display, and prints its figures.
+
+OnEvent = Callable[["EventDict"], None]
+
+
+def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
+    """Runs a job, with its progress on stderr, and prints its figures on stdout: a table, or one JSON object."""
+    from gradstream.cli.report import print_end
+    from gradstream.report.progress_line import Display
+    from gradstream.run.failures import evaluate
+
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(), Display() as display:
+        run = run_job(display.on_event)
+    print_end(run, evaluate(run), as_json)
+
+
+def show_detached(run: Run, as_json: bool) -> None:
+    """Prints where a run that goes on without this terminal is, and how to follow and stop it."""
+    import json
+    import shlex
+
+    from gradstream.cli.report import print_rows
+
+    path = str(run.path)
+    if as_json:
+        click.echo(json.dumps({"run_dir": path}))
+        return
+    rows = [
+        ("name", str(run.info.get("name", ""))),
+        ("run directory", path),
+        ("watch", f"gradstream attach {shlex.quote(path)}"),
+        ("stop", f"gradstream stop {shlex.quote(path)}"),
+    ]
+    print_rows(rows)
+
+
+def show_dry_run(job: Job, as_json: bool) -> None:
+    """Checks a job by a dry run, and prints the result of each check.
+
+    Raises:
+        PreflightError: a check failed. All results are printed by then.
+    """
+    import dataclasses
+    import json
+
+    from gradstream.cli.report import print_rows
+    from gradstream.errors import PreflightError
+    from gradstream.preflight import dry_run
+
+    results = dry_run(job)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(result) for result in results]))
+    else:
+        print_rows(
+            [
+                (one.name, f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s  {one.detail}")
+                for one in results
+            ]
+        )
+        click.echo(f"{sum(one.seconds for one in results):.1f} s in all", err=True)
+    last = results[-1]
+    if not last.ok:
+        if last.trace:
+            click.echo(f"\n{last.trace.rstrip()}", err=True)
+        raise PreflightError(f"the dry run failed at: {last.name}")
+
+
+# ---- jobs --------------------------------------------------------------------------------
 
 
 @click.command(cls=JobCommand)
@@ -277,7 +352,7 @@ def new(name: str, kind: str) -> None:
     click.echo(f"{path} is written. Now: gradstream train {path}")
 
 
-JOB = "gradstream.cli.demo_job:job"
+JOB = "gradstream.cli.demo:job"
 
 
 @click.command()
@@ -302,7 +377,7 @@ def demo(context: click.Context, as_json: bool, faults: bool, seed: int) -> None
     if faults and as_json:
         raise click.UsageError("--faults prints a table and draws a picture: leave out --json")
     if faults:
-        from gradstream.cli.demo_faults import run_with_faults
+        from gradstream.cli.demo import run_with_faults
 
         context.exit(0 if run_with_faults(seed) else 1)
     from gradstream._train import train as run_job

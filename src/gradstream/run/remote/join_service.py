@@ -21,8 +21,7 @@ from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAut
 from gradstream.run.remote.members import MachineMembers, Seat
 from gradstream.run.remote.reach import serve_measure
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.tasks import Wakeup
-from gradstream.runtime.throttle import Throttle
+from gradstream.runtime.tasks import Throttle, Wakeup
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.untrusted import LINE_BYTES, counted, escaped

@@ -2,7 +2,7 @@
 
 A copy is the elements of all vectors of the chunk, and what the state machine knows of it: version, sum, windows of
 sequence numbers, clocks, and the minibatches of recent pushes. With it, another shard goes on with the chunk as if it
-had always had it. Backups (`backup.py`) and new shards (`handover.py`) get such copies.
+had always had it. Backups (`backup.py`) and new shards (`service.py`) get such copies.
 """
 
 from __future__ import annotations

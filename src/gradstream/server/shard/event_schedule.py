@@ -18,9 +18,9 @@ import torch
 from gradstream.recording import Changed, Closed, Decided, FetchAsked, Log, Pushed, Read, Summed
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.quorum import QuorumDecision
+from gradstream.server.rows import Part
 from gradstream.server.shard.instructions import Apply, Parked
 from gradstream.server.shard.pending_push import PendingFetch
-from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import ShardState
 from gradstream.wire.window import SequenceWindow
 

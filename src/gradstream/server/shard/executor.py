@@ -18,6 +18,7 @@ from gradstream.errors import NonFiniteError
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
+from gradstream.server.rows import Part
 from gradstream.server.shard.event_schedule import (
     ChunkRead,
     ChunkReleased,
@@ -40,7 +41,6 @@ from gradstream.server.shard.instructions import (
     Token,
 )
 from gradstream.server.shard.pending_push import PendingFetch, PendingPush
-from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates

@@ -16,10 +16,9 @@ from gradstream.errors import ConfigError, DataError, RefusedError
 from gradstream.model.base import length
 from gradstream.server.aggregation import rank_of
 from gradstream.server.procedure import names_of
-from gradstream.server.rows import RowPart, unpack
+from gradstream.server.rows import Part, RowPart, elements_of, unpack
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.instructions import Sender
-from gradstream.server.shard.row_store import Part, elements_of
 from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import rank_of
+from gradstream.server.rows import Part
 from gradstream.server.shard.instructions import Acknowledge, Sender
-from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import ShardState
 from gradstream.transport.base import Stream
 from gradstream.wire import v1

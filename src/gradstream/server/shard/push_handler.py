@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import PushHeader, rank_of
+from gradstream.server.rows import Part
 from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
@@ -16,7 +17,6 @@ from gradstream.server.shard.first_shard import QuorumProtocol
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.instructions import Parked, Sender
 from gradstream.server.shard.pending_push import PendingPush, WaitNotifier
-from gradstream.server.shard.row_store import Part
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.clocks import Clocks
 from gradstream.server.shard.instructions import (
     Acknowledge,
     Apply,
@@ -39,7 +38,7 @@ from gradstream.server.shard.instructions import (
     Supersede,
     Token,
 )
-from gradstream.server.shard.passes import ChunkProcedure
+from gradstream.server.shard.passes import ChunkProcedure, Clocks
 from gradstream.wire.window import SequenceWindow
 
 DECISIONS_KEPT = 64

@@ -14,8 +14,7 @@ from gradstream.model.base import check_updated, length
 from gradstream.optim.base import Bounded, Optimizer, Sums
 from gradstream.optim.groups import GroupedRule, Piece
 from gradstream.optim.merge import Add, Outer, Replace
-from gradstream.server.rows import RowMap
-from gradstream.server.shard.row_store import ChangedRows
+from gradstream.server.rows import ChangedRows, RowMap
 from gradstream.wire.chunks import ChunkMap
 
 # ---- headroom ----------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.correction import SenderStates
 from gradstream.server.robust import CoordinateRule, RobustRule, WholeRule
-from gradstream.server.rows import RowPart
+from gradstream.server.rows import Part, RowPart, row_sum
 from gradstream.server.shard.instructions import Apply
-from gradstream.server.shard.row_store import Part, row_sum
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.tensor_sums import DistanceTable, TensorSums, weights_of
 from gradstream.telemetry.noise_meter import Contribution, NoiseMeter

@@ -2,7 +2,7 @@
 
     worker (part 0)                                   part 1, 2, ...
     its schedule, gate and reports, as ever
-      `lead.py` ── turns: which minibatch is next ──▶ `follower.py`
+      `lead.py` ── turns: which minibatch is next ──▶ `node.py`
       `pipelined.py` ◀── values and gradients ──────▶ `pipelined.py`     (the pipeline; see `channel.py`)
       its strategy, with its own shards               the same strategy, with its own shards
 
