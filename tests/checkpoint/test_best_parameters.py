@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,39 @@ def test_the_best_parameters_are_those_that_were_evaluated(tmp_path: Path, strat
     rows = np.random.default_rng(0).normal(size=(64, 4))
     errors = rows[48:] @ np.asarray(weights) - rows[48:] @ np.arange(4.0)
     assert np.isclose(errors @ errors / 2, kept["loss"]) or np.isclose(np.mean(errors**2), kept["loss"])
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", max), ("min", min)])
+def test_the_best_is_that_of_the_figure_that_until_monitors(tmp_path: Path, mode: Any, best: Any) -> None:
+    """Here the figure is best where the loss is not."""
+
+    def largest(outputs: Any, targets: Any) -> float:
+        return float(np.abs(np.asarray(outputs) - np.asarray(targets)).max() - np.asarray(outputs).sum())
+
+    until = gs.until(monitor="largest", mode=mode, patience=1000)
+    run = trained(tmp_path / "run", metrics={"largest": largest}, until=until, checkpoint_every=5)
+    kept = json.loads((tmp_path / "run" / BEST_EVALUATION).read_text())
+    figures = {row["step"]: row["metrics"]["largest"] for row in run.evaluations}
+    assert figures[kept["step"]] == best(figures.values())
+    folders = list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    scores = [json.loads((one / "state.json").read_text())["evaluated"]["score"] for one in folders]
+    assert scores and None not in scores
+
+
+@pytest.mark.parametrize("damage", ["gone", "fifo", "link"])
+def test_a_finished_run_without_its_final_parameters_is_not_evaluated_by_older_ones(
+    tmp_path: Path, damage: str
+) -> None:
+    trained(tmp_path / "run", checkpoint_every=10)
+    final = tmp_path / "run" / "checkpoints/final/model.safetensors"
+    final.unlink()
+    if damage == "fifo":
+        os.mkfifo(final)
+    if damage == "link":
+        final.symlink_to("/dev/zero")
+    with pytest.raises(gs.errors.ConfigError, match=r"model.safetensors is missing.*finished.*older: step-"):
+        kept_parameters(tmp_path / "run")
+    assert kept_parameters(tmp_path / "run", "best") == tmp_path / "run" / BEST_MODEL
 
 
 def test_without_keep_best_nothing_is_written(tmp_path: Path) -> None:

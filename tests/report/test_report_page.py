@@ -24,7 +24,7 @@ from gradstream.telemetry.events import EvaluatedEvent, encode
 from gradstream.testing.runs import least_squares
 
 VOID = {"meta", "br"}
-HOSTILE = "</script><script>alert(1)</script>&\"'"
+HOSTILE = "</script><script>alert(1)</script>&\"'\x1b[2J\u202e"
 
 
 class Balance(HTMLParser):
@@ -103,6 +103,8 @@ def test_text_of_a_run_never_becomes_markup(slow_run: Run) -> None:
         )
     )
     assert "<script>alert" not in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert "\\x1b[2J\\u202e" in text
     assert [tag for tag, _ in Balance(text).seen].count("script") == 2  # the data, and what zooms it
 
 

@@ -59,6 +59,21 @@ def test_a_full_stderr_loses_its_lines_and_nothing_else(tmp_path: Path) -> None:
     assert b'"event":"failed"' not in (tmp_path / "run" / "events.jsonl").read_bytes()
 
 
+def test_a_full_stdout_loses_the_figures_and_nothing_else(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = train(tmp_path, SMALL, stdout=full)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "stdout: No space left on device: what was to be printed is lost, and nothing else" in done.stderr
+    assert b'"event":"finished"' in (tmp_path / "run" / "events.jsonl").read_bytes()
+
+
+def test_a_run_trains_where_all_standard_streams_are_closed(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SMALL)
+    words = f"{sys.executable} -m gradstream train job.py --run-dir run <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", words], cwd=tmp_path, check=False, timeout=90).returncode == 0
+    assert b'"event":"finished"' in (tmp_path / "run" / "events.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize("broken", ["full", "closed", "none"])
 def test_a_stderr_that_takes_nothing_is_left(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream: Any = None if broken == "none" else open("/dev/full", "w")  # noqa: SIM115

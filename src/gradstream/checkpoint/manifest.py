@@ -48,17 +48,23 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The latest evaluation before a checkpoint."""
+    """The latest evaluation before a checkpoint.
+
+    `score` is what `until` monitors, with the sign by which larger is better; None where it monitors nothing.
+    """
 
     step: int
     accuracy: float | None
     loss: float | None
+    score: float | None = None
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Larger is better. Accuracy counts first, then loss; a missing value is the worst."""
+    def rank(self) -> tuple[float, float, float]:
+        """Larger is better. The score counts first, then accuracy, then loss; a missing value is the worst."""
         no = float("-inf")
-        return (no if self.accuracy is None else self.accuracy, no if self.loss is None else -self.loss)
+        better = (self.score, self.accuracy, None if self.loss is None else -self.loss)
+        first, second, third = (no if one is None else one for one in better)
+        return first, second, third
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class Policy:
         judged = [one for one in there if one.evaluated is not None]
         if self.keep_best and judged:
             # Several may have the same evaluation; the oldest was made closest to it.
-            best = max(judged, key=lambda one: one.evaluated.rank if one.evaluated else (0.0, 0.0))
+            best = max(judged, key=lambda one: one.evaluated.rank if one.evaluated else (0.0, 0.0, 0.0))
             wanted.add(best.folder)
         return [one for one in there if one.folder not in wanted]
 

@@ -1,6 +1,6 @@
 """The command line. Nothing heavy is imported before a command runs: --help answers at once.
 
-Each command is a file of its own in `commands/`, found by its name.
+The modules of `commands/` hold the commands: see `group.MODULES`.
 """
 
 from gradstream.cli.group import main

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -12,6 +13,7 @@ import click
 
 from gradstream._version import __version__
 from gradstream.errors import EXIT_CODES, GradstreamError, exit_code
+from gradstream.untrusted.text import open_standard_streams
 
 MODULES = {
     "jobs": "train resume simulate config new demo",
@@ -29,6 +31,7 @@ class CommandGroup(click.Group):
 
     def main(self, *args: Any, **named: Any) -> Any:
         """Runs the command line of this process, under the hash seed that the nodes of its run have."""
+        open_standard_streams()
         is_process = not args and "args" not in named and sys.executable
         if is_process and os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
@@ -60,19 +63,33 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command; prints an error on stderr, and exits with its `exit_code`."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return result
         except GradstreamError as error:
             from gradstream.cli.report import error_text
             from gradstream.untrusted.text import say
 
             say(error_text(error), ERROR_BYTES)
             ctx.exit(exit_code(error))
+        except OSError as error:
+            if error.errno not in LOST or error.filename is not None:
+                raise
+            from gradstream.untrusted.text import say
+
+            sys.stdout = None  # or Python tries once more at its end
+            say(f"stdout: {error.strerror}: what was to be printed is lost, and nothing else")
+            ctx.exit(1)
         except KeyboardInterrupt as error:
             from gradstream.untrusted.text import say
 
             say(str(error) or "interrupted")
             ctx.exit(exit_code(error))
 
+
+LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+"""Errors of a stdout that takes no more. A reader that has gone, EPIPE, is no error."""
 
 ERROR_BYTES = 1 << 17
 """Longest error message that is shown, in bytes: it may come from another node."""

@@ -412,7 +412,8 @@ class Coordinator:
         self._keeper.emit(admitted.lines)
         for event in admitted.events:
             if event["event"] == "evaluated":
-                evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
+                score = self._early_ends.score(event)
+                evaluated = Evaluated(event["step"], event["accuracy"], event["loss"], score)
                 self.membership.snapshots.evaluated = evaluated
             if ends := self._early_ends.event(event, self._age_s()):
                 self._carry_out(ends)

@@ -14,7 +14,7 @@ from gradstream.coordinator.link_choice import LinkChoice
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.nodes import Instruction
 from gradstream.coordinator.relay import RunClock
-from gradstream.coordinator.stopping import StoppingCriterion
+from gradstream.coordinator.stopping import StoppingCriterion, score_of
 from gradstream.runtime.base import Runtime
 from gradstream.wire.frames import itemsize_bytes
 
@@ -177,6 +177,11 @@ class EarlyEnds:
             if criterion.needs_events and (reason := criterion.event(event)):
                 out += end(reason, at_s)
         return out
+
+    def score(self, event: Mapping[str, Any]) -> float | None:
+        """What the first criterion that monitors a figure says of an event "evaluated": see `Until.score`."""
+        watched = [criterion.until for criterion, _ in self._each if criterion.until.monitors]
+        return score_of(event, watched[0]) if watched else None
 
     def counted(self, at_s: float) -> list[Instruction]:
         """Looks at the number of samples in the model."""

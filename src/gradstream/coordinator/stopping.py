@@ -75,6 +75,17 @@ class Until:
         """The figure that `reaches` and `patience` are about; "" without either."""
         return "" if self.reaches is None and self.patience is None else self.monitor or "test_loss"
 
+    def score(
+        self, accuracy: float | None, test_loss: float | None, metrics: Mapping[str, float | None]
+    ) -> float | None:
+        """What `monitor` says of an evaluation, with the sign by which larger is better; None if it says nothing."""
+        value = {**metrics, "accuracy": accuracy, "test_loss": test_loss}.get(self.monitors)
+        return (
+            None
+            if value is None
+            else value * (-1 if (self.mode or _MODES.get(self.monitors)) == "min" else 1)
+        )
+
     @property
     def evaluated(self) -> dict[str, float]:
         """The criteria that only evaluations can reach."""
@@ -119,6 +130,11 @@ def until(
         reaches=reaches,
         patience=patience,
     )
+
+
+def score_of(event: Mapping[str, Any], until: Until) -> float | None:
+    """`Until.score` of an event "evaluated"."""
+    return until.score(event["accuracy"], event["loss"], event.get("metrics", {}))
 
 
 class StoppingCriterion:
@@ -174,13 +190,13 @@ class StoppingCriterion:
 
     def _monitored(self, event: Mapping[str, Any]) -> str:
         until, name = self.until, self.until.monitors
-        figures = {**event.get("metrics", {}), "accuracy": event["accuracy"], "test_loss": event["loss"]}
-        value, sign = figures.get(name), -1 if (until.mode or _MODES.get(name)) == "min" else 1
-        if value is None:
+        score, sign = score_of(event, until), -1 if (until.mode or _MODES.get(name)) == "min" else 1
+        if score is None:
             return ""
-        if until.reaches is not None and sign * value >= sign * until.reaches:
+        value = sign * score
+        if until.reaches is not None and score >= sign * until.reaches:
             return f"{name} {value:.4g} {'<=' if sign < 0 else '>='} {until.reaches:g} after step {event['step']}"
-        if self._best is None or sign * value > sign * self._best:
+        if self._best is None or score > sign * self._best:
             self._best, self._worse = value, 0
         else:
             self._worse += 1

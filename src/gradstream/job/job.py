@@ -145,7 +145,8 @@ class Job:
         keep_last: number of newest checkpoints that are kept.
         keep_best: whether the parameters with the best evaluation are kept, as they were evaluated, in
             `checkpoints/best` (not of split models, nor while a worker on another machine evaluates); and the
-            checkpoint after it. The best has the highest accuracy, or where there is none, the lowest loss.
+            checkpoint after it. The best is that of the figure that `until` monitors; without one it has the
+            highest accuracy, or where there is none, the lowest loss. Of equal ones it is the first.
         device: device of a `from_torch` model: "cpu", "cuda" (worker r takes GPU r modulo the number of GPUs
             of its machine), "cuda:1", or "auto": an accelerator where a machine has one. Gradients and
             parameters are exchanged through main memory.

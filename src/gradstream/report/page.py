@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
 from typing import Any
@@ -47,6 +47,13 @@ class PageSource:
 
 def page(source: PageSource) -> str:
     """The report as HTML."""
+    source = replace(
+        source,
+        events=[_shown(event) for event in source.events],
+        title=_shown(source.title),
+        config=_shown(source.config),
+        info=_shown(source.info),
+    )
     figures = figures_of(source.events)
     cores = source.cores if len(figures.hosts) <= 1 else None
     reason = reason_of(figures, cores, processes=source.info.get("nodes") != "threads")
@@ -89,6 +96,15 @@ def page(source: PageSource) -> str:
         f"<body>\n<main>\n{''.join(part for part in parts if part)}\n</main>\n<script>\n{script}</script>\n"
         "</body>\n</html>\n"
     )
+
+
+def _shown(value: Any) -> Any:
+    """The same value with the text in it escaped: a browser shows no control character, and copies each."""
+    if isinstance(value, str):
+        return value if value.isprintable() else escaped(value, 10 * len(value) + 3, newlines=True)
+    if isinstance(value, Mapping):
+        return {_shown(key): _shown(entry) for key, entry in value.items()}
+    return [_shown(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _drawn(title: str, draw: Callable[[], str]) -> str:
@@ -175,6 +191,7 @@ def run_html(rows: Sequence[tuple[str, str]], events: Sequence[EventDict]) -> st
         rows: names and figures of the table.
         events: events of the run.
     """
+    events, rows = _shown(events), _shown(rows)
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
     drawn = [
         ("training", curves.training(events), False),

@@ -81,7 +81,9 @@ def seal_of(run: Path, spec: NodeSpec) -> str:
     except FileNotFoundError:
         code = b""
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {run / COPY}: {error}") from None
+        raise ConfigError(
+            f"cannot read {run / COPY}: {error}; put it back from a copy, or train again"
+        ) from None
     digests = hashlib.sha256(said).digest() + hashlib.sha256(code).digest()
     return hmac.new(_key(), digests, hashlib.sha256).hexdigest()
 
@@ -298,9 +300,13 @@ def read_hosts(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+        raise ConfigError(
+            f"cannot read {path}: {error}; put it back from a copy, or launch the run again"
+        ) from None
     if not isinstance(said, dict):
-        raise ConfigError(f"cannot read {path}: expected an object")
+        raise ConfigError(
+            f"cannot read {path}: expected an object; put it back from a copy, or launch the run again"
+        )
     return said
 
 

@@ -154,6 +154,7 @@ def _plan_job(
     check_split(job, strategy, optimizer)
     ends = (job.until, None if of is None else of[0].phases[of[1].number].until)
     goals = sorted({name for until in ends if until is not None for name in until.goals})
+    monitored = next((until for until in ends if until is not None and until.monitors), None)
     plan = RunPlan(
         id=run_id,
         job=job,
@@ -163,7 +164,9 @@ def _plan_job(
         chunk_elems=_chunk_elems(job, strategy, resume),
         codec=codec,
         groups=groups_of(job.groups, optimizer),
-        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job), goals, keeps and job.keep_best),
+        evaluation=EvaluationPlan(
+            job.evaluate_every, metrics_of(job), goals, keeps and job.keep_best, monitored
+        ),
         policy=policy if keeps else None,
         resume=resume,
     )

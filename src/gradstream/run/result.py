@@ -369,6 +369,7 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
     if checkpoint is None and (path / FINAL_MODEL).is_file():
         return path / FINAL_MODEL
     if checkpoint is None:
+        _check_unfinished(path)
         damaged: list[DataError] = []
         found = newest(storage, damaged.append)
         if found is None and damaged:
@@ -393,6 +394,16 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
     if there[name] not in (path / FINAL_MODEL, path / BEST_MODEL):
         verify(storage, f"{FOLDER}/{name}")
     return there[name]
+
+
+def _check_unfinished(path: Path) -> None:
+    """Raises ConfigError if the run has finished: its final parameters are missing, and a checkpoint is older."""
+    if status_of(read_events(path / "events.jsonl")) == "finished":
+        older = sorted(one.name for one in (path / FOLDER).glob("step-*"))
+        raise ConfigError(
+            f"{path / FINAL_MODEL} is missing, or no file, and the run has finished: put it back from a copy"
+            + (f", or name a checkpoint, which is older: {', '.join(older)}" if older else "")
+        )
 
 
 # ---- listing -----------------------------------------------------------------------------

@@ -45,6 +45,15 @@ def say(text: str, limit_bytes: int = TEXT_BYTES) -> None:
     tell(f"{escaped(text, limit_bytes, newlines=True)}\n")
 
 
+def open_standard_streams() -> None:
+    """Opens what is closed of file descriptors 0 to 2 as /dev/null, or the next files that are opened become these."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+
+
 def tell(text: str) -> None:
     """Writes text to stderr, at once. Where stderr is full or closed the text is lost, and nothing else."""
     try:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gradstream.coordinator.stopping import Until
 from gradstream.data.base import BatchRef, Dataset
 from gradstream.errors import GradientError, UserCodeError
 from gradstream.model.base import Batch, Model, Reduction, leaves_of
@@ -290,12 +291,14 @@ class EvaluationPlan:
         metrics: the user's metrics, by name.
         goals: what of an evaluation ends the run: "accuracy", "test_loss".
         keep_best: whether the parameters with the best evaluation are kept.
+        until: says which evaluation is the best, where it monitors a figure.
     """
 
     every: Every | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     goals: Collection[str] = ()
     keep_best: bool = False
+    until: Until | None = None
 
     def period(self, position: Position) -> int | None:
         """Number of steps between two evaluations; None for no evaluations."""

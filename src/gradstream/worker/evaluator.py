@@ -166,7 +166,9 @@ class Evaluator:
             self._is_told = True
             return
         try:
-            best = Evaluated(step, found.accuracy, found.loss)
+            until = self._config.evaluation.until
+            score = None if until is None else until.score(found.accuracy, found.loss, found.metrics)
+            best = Evaluated(step, found.accuracy, found.loss, score)
             keep_if_best(self._runtime.storage, self._config.model, parameters, buffers, best)
         except OSError as error:
             why = disk_error(error)

@@ -82,7 +82,10 @@ def keep_if_best(
     """
     try:
         before = json.loads(storage.read(BEST_EVALUATION))
-        if Evaluated(int(before["step"]), before["accuracy"], before["loss"]).rank >= found.rank:
+        if (
+            Evaluated(int(before["step"]), before["accuracy"], before["loss"], before.get("score")).rank
+            >= found.rank
+        ):
             return
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         pass  # there is none, or a damaged one
