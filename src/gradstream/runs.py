@@ -19,6 +19,7 @@ from gradstream.run.followed_events import Ending, FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
 from gradstream.run.local.link import DOOR, has_reader
 from gradstream.run.losses import ask
+from gradstream.run.node import EVENTS
 from gradstream.run.result import Run, described
 from gradstream.untrusted import say
 
@@ -287,6 +288,11 @@ class _Follower:
                 f"is gone, {self.ending.command}"
             )
         lost = PeerLostError("launcher", f"{self.path}: {UNFINISHED}")
+        if self._events.skipped or not (self.path / EVENTS).is_file():
+            what = self._events.skipped or "no file that can be read"
+            lost.add_note(
+                f"by {self.path / EVENTS}, which is damaged ({what}): the run may have finished all the same"
+            )
         lost.add_note(f"it goes on from its newest checkpoint, if it has one: {self.ending.command}")
         raise lost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "job.py").write_text(JOB_FILE)
     train(load_job(str(folder / "job.py")), run_dir=folder / "run")
     shutil.rmtree(folder / "run/checkpoints/final")
+    events = (folder / "run/events.jsonl").read_text().splitlines(keepends=True)
+    (folder / "run/events.jsonl").write_text(
+        "".join(one for one in events if '"event":"finished"' not in one)
+    )
     for step in (10, 20):
         write(DiskStorage(folder / "run"), step)
     return folder / "run"
@@ -319,3 +324,17 @@ def test_final_parameters_that_cannot_be_read_are_named(run: Path) -> None:
     (run / "checkpoints/final").mkdir()
     (run / "checkpoints/final/model.safetensors").write_bytes(b"torn")
     assert "final/model.safetensors cannot be read" in said("report", run).replace("\n", "")
+
+
+@pytest.mark.parametrize("damage", ["garbage", "fifo"])
+def test_a_run_with_damaged_events_is_not_said_to_be_unfinished_without_a_word(
+    run: Path, damage: str
+) -> None:
+    (run / "events.jsonl").unlink()
+    if damage == "fifo":
+        os.mkfifo(run / "events.jsonl")
+    else:
+        (run / "events.jsonl").write_bytes(b"garbage\n" * 9)
+    with pytest.raises(gs.errors.PeerLostError) as found:
+        gs.runs.attach(run)
+    assert "events.jsonl, which is damaged" in found.value.__notes__[0]
