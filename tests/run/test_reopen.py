@@ -106,6 +106,13 @@ def test_a_finished_run(run: Path) -> None:
     assert loss_of(run) < 0.1
 
 
+def unfinished(run: Path) -> None:
+    """Makes it a run that has not finished."""
+    shutil.rmtree(run / "checkpoints/final")
+    events = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    (run / "events.jsonl").write_text("".join(one for one in events if '"event":"finished"' not in one))
+
+
 def test_a_checkpoint_by_name_and_other_data(run: Path) -> None:
     keep(run, "step-00000004", [2, -1, 0.5])
     assert loss_of(run, "--checkpoint", "step-00000004") < 1e-9
@@ -117,7 +124,7 @@ def test_a_checkpoint_by_name_and_other_data(run: Path) -> None:
 
 
 def test_a_run_that_did_not_finish_has_its_newest_checkpoint(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints/final")
+    unfinished(run)
     result = evaluate(run)
     assert result.exit_code == 2
     assert "did not finish, and it has no checkpoint" in result.stderr
@@ -130,7 +137,7 @@ def test_a_run_that_did_not_finish_has_its_newest_checkpoint(run: Path) -> None:
 
 
 def test_an_altered_checkpoint_is_not_used(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints/final")
+    unfinished(run)
     for name in ("step-00000001", "step-00000002"):
         keep(run, name, [0, 0, 0])
     file = run / "checkpoints/step-00000002/model.safetensors"
