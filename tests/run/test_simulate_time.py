@@ -65,7 +65,7 @@ def test_one_seed_is_one_history(strategy: Strategy) -> None:
 def test_the_seed_orders_what_happens_at_the_same_instant() -> None:
     """Three workers alike on a network without jitter, going through the same sample again and again."""
     even = SimulationConfig(costs={"gradient": Cost(base_s=1e-2), "apply": Cost(base_s=1e-3)})
-    seeds = range(4)
+    seeds = range(12)
     downpour = [history(seed, even, gs.Downpour(), alike=True) for seed in seeds]
     assert len({events for events, _ in downpour}) > len(seeds) // 2
     assert len({parameters for _, parameters in downpour}) > 1

@@ -23,7 +23,7 @@ from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT, FrameError, check_chunk, from_wire
 
 KIBIBYTE = 1024
-SMALL_BYTES = 256
+SMALL_BYTES = 64
 """Size of every message of at most a KiB, as the network counts it; a larger one counts as whole KiB."""
 
 _LAG = 20  # mean delay of a duplicate, in delays of the link
