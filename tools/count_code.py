@@ -65,8 +65,8 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
 
 def own_imports(module: Module) -> int:
     """Number of modules of the package that a module imports."""
-    froms = [node for node in module.of(ast.ImportFrom) if isinstance(node, ast.ImportFrom)]
-    return len({node.module for node in froms if (node.module or "").startswith("gradstream")})
+    imports = [node for node in module.of(ast.ImportFrom) if isinstance(node, ast.ImportFrom)]
+    return len({node.module for node in imports if (node.module or "").startswith("gradstream")})
 
 
 def passes_on(function: ast.AST) -> bool:
