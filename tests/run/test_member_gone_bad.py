@@ -11,7 +11,8 @@ import resource
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ import gradstream as gs
 from gone_bad import REQUESTS, GoneBad
 from gradstream._simulate import simulate
 from gradstream.coordinator.client.member import Member
-from gradstream.errors import GradstreamError, NonFiniteError
+from gradstream.errors import GradientError, GradstreamError, NonFiniteError
 from gradstream.job.registry import STRATEGIES, find_strategy
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
+from gradstream.server.aggregation import PushHeader
+from gradstream.server.procedure import CommandRound, StepResult, dot
 from gradstream.server.robust import Median, WholeRule
 from gradstream.server.shard.inspection import MOST_PUSHES, Inspection
 from gradstream.server.shard.pending_push import PendingPush
@@ -35,6 +38,7 @@ from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.base import ServerStrategy
+from gradstream.strategies.batch import ProcedureRun
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.methods import METHODS
@@ -359,6 +363,37 @@ def test_who_brings_a_step_that_nobody_can_continue_is_named(
 
     ended = attacked(monkeypatch, Brings(8, methods=frozenset({"command"})), "lbfgs", epochs=20)
     assert "of LBFGS, brought by worker-2, cannot be continued" in ended
+
+
+@pytest.mark.parametrize("scalars", [[(), ()], [(1.0,), ()], [(1.0, 2.0), (3.0, 4.0)]])
+def test_who_brings_another_step_in_the_place_of_the_present_one_is_named(scalars: list[Any]) -> None:
+    chunks = [
+        v1.Procedure(number=7, scalars=one, portions=[v1.Portion(first=1, samples=4, loss=0.5)], chunk=chunk)
+        for chunk, one in enumerate(scalars)
+    ]
+    result = StepResult.of(7, v1.CommandResult(chunks=chunks, by="worker-2"))
+    run = ProcedureRun.__new__(ProcedureRun)
+    run._at = SimpleNamespace(round=CommandRound((dot("x", "x"),)))  # type: ignore[assignment]
+    run._procedure = gs.LBFGS()
+    with pytest.raises(
+        GradientError, match=r"step 7 of LBFGS, brought by worker-2, cannot be continued \(\d results"
+    ):
+        run._check_results(result)
+
+
+@pytest.mark.parametrize(("before", "culprit"), [(1e36, "worker-2"), (40.0, "worker-1")])
+def test_an_honest_push_into_parameters_that_are_too_large_is_not_to_blame(
+    before: float, culprit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = Updates.__new__(Updates)
+    honest, bad = (PushHeader(sender, 1, 1, 7, 4, lr=0.1, length=33.0) for sender in ("worker-1", "worker-2"))
+    updates._store = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
+    updates._largest = replace(bad, length=before)
+    monkeypatch.setattr(Updates, "_weights", lambda self, due: [1.0])
+    due: Any = SimpleNamespace(update=[SimpleNamespace(header=honest)])
+    error = updates.blamed(due, NonFiniteError("update 44"))
+    assert error.culprit == culprit
+    assert ("worker-1" in str(error)) == (culprit == "worker-1")
 
 
 # ---- the checks can fail --------------------------------------------------------------------

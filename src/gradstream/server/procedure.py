@@ -97,13 +97,19 @@ class StepResult:
         return cls(
             latest,
             result.note,
-            [sum(values) for values in zip(*(one.scalars for one in result.chunks), strict=True)],
+            _added([one.scalars for one in result.chunks]),
             fewest.pass_number,
             total.first,
             total.samples,
             total.loss,
             result.by,
         )
+
+
+def _added(parts: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Sums of the chunks' results; () where a worker's step was another one on some chunks than on others."""
+    alike = len({len(part) for part in parts}) == 1
+    return [sum(values) for values in zip(*parts, strict=True)] if alike else ()
 
 
 Steps = Generator[CommandRound, Reply, State]

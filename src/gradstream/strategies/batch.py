@@ -51,6 +51,7 @@ from gradstream.server.procedure import (
     StepResult,
     Steps,
     copy,
+    dots_of,
     outs_of,
 )
 from gradstream.strategies.api import GroupWorker, Minibatch, Peers, Server, ServerWorker
@@ -422,6 +423,7 @@ class ProcedureRun:
             elif not result.samples or result.samples != self._samples:
                 break  # portions are missing; of the first pass nobody knows how many there are
             else:
+                self._check_results(result)
                 self._reply(Reply(tuple(result.scalars), result.loss, result.samples))
 
     async def _look(self) -> None:
@@ -438,6 +440,7 @@ class ProcedureRun:
         if result.number > self._number:
             self._adopt(result)
             return
+        self._check_results(result)
         self._sent = self._known = True
         if not self._round.evaluate:
             self._reply(Reply(tuple(result.scalars)))
@@ -460,6 +463,19 @@ class ProcedureRun:
         pass_number = (self._first or 0) + self._passes + 1 if evaluates else 0
         return v1.Procedure(number=self._number, note=json.dumps(note).encode(), pass_number=pass_number)
 
+    def _check_results(self, result: StepResult) -> None:
+        """Raises GradientError if another worker has brought another step in the place of the present one."""
+        assert self._round is not None
+        if len(result.scalars) != (wanted := dots_of(self._round.commands)):
+            raise self._broken(result, f"{len(result.scalars)} results, expected {wanted}")
+
+    def _broken(self, latest: StepResult, why: str) -> GradientError:
+        by = latest.by or "the checkpoint"
+        return GradientError(
+            f"step {latest.number} of {type(self._procedure).__name__}, brought by {by}, cannot be continued ({why}); "
+            "all workers must run the same job under the same version of gradstream"
+        )
+
     def _adopt(self, latest: StepResult) -> None:
         """Goes on from a later step, which another worker has brought.
 
@@ -475,9 +491,5 @@ class ProcedureRun:
                 None if first is None else int(first),
             )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            by = latest.by or "the checkpoint"
-            raise GradientError(
-                f"step {latest.number} of {type(self._procedure).__name__}, brought by {by}, cannot be continued "
-                f"({type(error).__name__}); all workers must run the same job under the same version of gradstream"
-            ) from error
+            raise self._broken(latest, type(error).__name__) from error
         self._number, self._sent, self._known = latest.number + bool(restored), False, not restored

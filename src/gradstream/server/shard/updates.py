@@ -60,6 +60,7 @@ class Updates:
         self._senders = senders
         self._tensor_sums = tensor_sums
         self._noise = noise
+        self._largest: PushHeader | None = None  # of all pushes so far, by its rate times its length
 
     def changes_nothing(self, due: Apply) -> bool:
         """Whether there is nothing to compute, as for most chunks of a push of some rows."""
@@ -129,6 +130,9 @@ class Updates:
         Raises:
             What the rule, the correction or the update rule raises: the chunk is undefined then.
         """
+        for one in _present(due):
+            if self._largest is None or _reach(one) > _reach(self._largest):
+                self._largest = one
         rows = [part for part in parts if isinstance(part, RowPart)]
         alone = due.completes and not due.summed and self._senders is None
         if due.update and due.update[0].assign:
@@ -142,11 +146,26 @@ class Updates:
         """The error of an update that has made an element NaN or infinite, with the pushes that it was made of.
 
         Its culprit is the worker that asked for a larger rate than all others, or whose own push is more than half of
-        the sum; nobody where they are alike, since the model then diverges by itself.
+        the sum; nobody where they are alike, since the model then diverges by itself. Where no push of the update can
+        overflow a number or its square, and one before was a thousand times as large, it is the worker of that one:
+        what it has left in the parameters or in the optimizer's state is too large for any further update.
         """
         pushes = list(zip(_present(due), self._weights(due), strict=True))
         if not pushes:
             return error
+        largest, bound = self._largest, math.sqrt(torch.finfo(self._store.dtype).max)
+        reach = max(_reach(one) for one, _ in pushes)
+        if (
+            largest is not None
+            and max(one.length for one, _ in pushes) < bound
+            and _reach(largest) > 1000 * reach
+        ):
+            earlier = f"push {largest.sequence} of {largest.sender} (rate {largest.lr:g}, length {largest.length:g})"
+            return NonFiniteError(
+                f"{error}. No push of this update is large enough for that: {earlier} was, in an update before",
+                error.traceback_text,
+                largest.sender,
+            )
         sizes = [abs(weight) * one.length for one, weight in pushes]
         rates = sorted(one.lr for one, _ in pushes)
         culprit = ""
@@ -374,6 +393,12 @@ class Updates:
             elements if one.redone else self._senders.corrected(one, chunk, elements, parameters)
             for one, elements in zip(present, pushed, strict=True)
         ]
+
+
+def _reach(push: PushHeader) -> float:
+    """How far a push can move the parameters: its rate times its length; 0 if one of them is no number."""
+    reach = abs(push.lr) * push.length
+    return reach if math.isfinite(reach) else 0.0
 
 
 def _present(due: Apply) -> list[PushHeader]:
