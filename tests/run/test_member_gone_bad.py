@@ -181,8 +181,10 @@ def attacked(
         assert {event["who"] for event in run.events if event["event"] == "left" and event["lost"]} <= {
             bad.worker
         }
-    # Without a robust rule a finite contribution moves the model as far as it likes: then nobody is named.
-    assert not ended or bad.worker in ended or "the model has diverged" in ended, ended
+    # Without a robust rule a finite contribution moves the model as far as it likes, and a step of a batch method is
+    # taken as it is: the run ends then, and nobody is called guilty.
+    nobody = ("the model has diverged", "the workers are not at the same point of the method")
+    assert not ended or bad.worker in ended or any(text in ended for text in nobody), ended
     return ended
 
 
