@@ -472,8 +472,8 @@ class ProcedureRun:
     def _broken(self, latest: StepResult, why: str) -> GradientError:
         by = latest.by or "the checkpoint"
         return GradientError(
-            f"step {latest.number} of {type(self._procedure).__name__}, brought by {by}, cannot be continued ({why}): the "
-            "workers are not at the same point of the method. All must run the same job under the same version of "
+            f"step {latest.number} of {type(self._procedure).__name__}, brought by {by}, cannot be continued ({why}): "
+            "the workers are not at the same point of the method. All must run the same job under the same version of "
             f"gradstream; one that sends steps of its own misleads the others, and {by} may be one of these"
         )
 
