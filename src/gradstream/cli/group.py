@@ -74,7 +74,7 @@ class CommandGroup(click.Group):
             say(error_text(error), ERROR_BYTES)
             ctx.exit(exit_code(error))
         except OSError as error:
-            if error.errno not in LOST or error.filename is not None:
+            if not _stdout_is_full():
                 raise
             from gradstream.untrusted.text import say
 
@@ -88,8 +88,15 @@ class CommandGroup(click.Group):
             ctx.exit(exit_code(error))
 
 
-LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
-"""Errors of a stdout that takes no more. A reader that has gone, EPIPE, is no error."""
+def _stdout_is_full() -> bool:
+    """Whether stdout does not take what was printed. A reader that has gone, EPIPE, is no error."""
+    try:
+        if sys.stdout is not None:
+            os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:
+        return error.errno not in (None, errno.EPIPE)
+    return False
+
 
 ERROR_BYTES = 1 << 17
 """Longest error message that is shown, in bytes: it may come from another node."""
