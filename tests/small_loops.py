@@ -11,7 +11,7 @@ from torch import nn
 import gradstream as gs
 from gradstream.testing.sessions import loop_in_threads
 
-DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
+DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
 PLAIN = gs.Downpour(overlap=False)  # one worker is the optimizer alone
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(32, 3, generator=GENERATOR).double()

@@ -14,7 +14,7 @@ import gradstream as gs
 from gradstream.errors import ConfigError
 from gradstream.testing.sessions import loop_in_threads
 
-DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
+DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
 SAMPLES = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 

@@ -24,7 +24,7 @@ from late_streams import LateStreams
 
 State = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor]
-DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
+DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
 STRATEGIES = ["synchronous", "allreduce"]
 ROUNDS = 6
 

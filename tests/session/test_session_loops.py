@@ -17,7 +17,7 @@ from gradstream.testing.sessions import loop_in_threads
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randint(-2, 3, (64, 5), generator=GENERATOR).double()
 TARGETS = INPUTS @ torch.tensor([[1.0], [-2.0], [0.5], [0.0], [3.0]], dtype=torch.float64)
-DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
+DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
 
 Parameters = dict[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ import gradstream as gs
 from gradstream.errors import ConfigError, ReplicasDifferError
 from gradstream.testing.sessions import loop_in_threads
 
-DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
+DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
 OPTIONS: dict[str, Any] = {"deadlines": DEADLINES, "checkpoint_every": None}
 EXAMPLE = torch.zeros(2, 6, dtype=torch.float64)
 State = dict[str, torch.Tensor]

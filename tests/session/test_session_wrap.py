@@ -17,7 +17,7 @@ from gradstream.session import joining
 from gradstream.session.rules import description_of
 from gradstream.testing.sessions import loop_in_threads
 
-DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
+DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
 MOVING = (gs.Downpour(overlap=False), "diloco")
 
 
