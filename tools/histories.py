@@ -5,7 +5,7 @@
     python tools/histories.py --into tools/histories.json     # keeps them, where a change is meant
 
 Every strategy, codec and update rule of the registry has runs here. Of each run are kept: three sums over its final
-parameters, which processors round alike to five digits; hashes of all times, counts and sizes in its events in their
+parameters, which processors round alike to four digits; hashes of all times, counts and sizes in its events in their
 order, and of the events as they are written, without losses; and a hash of the bits of the parameters and of all
 events. New names of events change the second hash alone, which is told and is no error.
 """
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.job.registry import catalogue, find_optimizer, find_strategy
+from gradstream.job.registry import FAMILIES, find_optimizer, find_strategy
 from gradstream.runtime.simulation import Exponential
 from gradstream.runtime.storage import MemoryStorage
 
@@ -186,7 +186,7 @@ def histories() -> Iterator[History]:
 
 def of_strategies() -> Iterator[History]:
     """Each strategy on even and uneven machines, with checkpoints, deaths, and returns."""
-    names = [one.name for one in catalogue("strategy") if one.name not in BATCH_METHODS]
+    names = [name for name in FAMILIES["strategy"] if name not in BATCH_METHODS]
     made = {name: find_strategy(name, OPTIONS.get(name, {})) for name in names}
     for name, strategy in {**made, **VARIANTS}.items():
         serves = isinstance(strategy, gs.strategies.ServerStrategy)
@@ -216,7 +216,7 @@ def of_batch_methods() -> Iterator[History]:
 
 def of_codecs() -> Iterator[History]:
     """Each codec in pushes to shards, and in sums of a group."""
-    for codec in (one.name for one in catalogue("codec")):
+    for codec in FAMILIES["codec"]:
         for strategy in ("downpour", "allreduce"):
             if (codec, strategy) == ("powersgd", "downpour"):
                 continue  # chunks are no matrices
@@ -228,7 +228,7 @@ def of_codecs() -> Iterator[History]:
 
 def of_optimizers() -> Iterator[History]:
     """Each update rule, on shards and on workers."""
-    for rule in (one.name for one in catalogue("optimizer")):
+    for rule in FAMILIES["optimizer"]:
         for strategy in ("synchronous", "allreduce"):
             if (rule, strategy) == ("muon", "synchronous"):
                 continue  # chunks are no matrices

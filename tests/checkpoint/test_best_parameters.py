@@ -83,6 +83,10 @@ def test_a_finished_run_without_its_final_parameters_is_not_evaluated_by_older_o
     assert kept_parameters(tmp_path / "run", "best") == tmp_path / "run" / BEST_MODEL
 
 
+def test_a_figure_that_is_no_number_is_never_the_best() -> None:
+    assert Evaluated(1, None, 2.0, float("nan")).rank < Evaluated(2, None, 3.0, -5.0).rank
+
+
 def test_without_keep_best_nothing_is_written(tmp_path: Path) -> None:
     trained(tmp_path / "run", keep_best=False)
     assert not (tmp_path / "run" / BEST_MODEL).exists()

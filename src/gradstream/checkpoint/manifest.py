@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,10 +61,10 @@ class Evaluated:
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Larger is better. The score counts first, then accuracy, then loss; a missing value is the worst."""
+        """Larger is better. The score counts first, then accuracy, then loss; none, or NaN, is the worst."""
         no = float("-inf")
         better = (self.score, self.accuracy, None if self.loss is None else -self.loss)
-        first, second, third = (no if one is None else one for one in better)
+        first, second, third = (no if one is None or math.isnan(one) else one for one in better)
         return first, second, third
 
 

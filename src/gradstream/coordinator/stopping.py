@@ -80,11 +80,12 @@ class Until:
     ) -> float | None:
         """What `monitor` says of an evaluation, with the sign by which larger is better; None if it says nothing."""
         value = {**metrics, "accuracy": accuracy, "test_loss": test_loss}.get(self.monitors)
-        return (
-            None
-            if value is None
-            else value * (-1 if (self.mode or _MODES.get(self.monitors)) == "min" else 1)
-        )
+        return None if value is None else self.sign * value
+
+    @property
+    def sign(self) -> int:
+        """-1 where the smallest value of the monitored figure is the best, else 1."""
+        return -1 if (self.mode or _MODES.get(self.monitors)) == "min" else 1
 
     @property
     def evaluated(self) -> dict[str, float]:
@@ -190,7 +191,7 @@ class StoppingCriterion:
 
     def _monitored(self, event: Mapping[str, Any]) -> str:
         until, name = self.until, self.until.monitors
-        score, sign = score_of(event, until), -1 if (until.mode or _MODES.get(name)) == "min" else 1
+        score, sign = score_of(event, until), until.sign
         if score is None:
             return ""
         value = sign * score

@@ -322,7 +322,7 @@ class GradientRounds:
     def end(self) -> None:
         """Ends the rounds: replicas that rounding had driven apart have the same bits afterwards.
 
-        A worker whose loop ends before the others' leaves them, and has the parameters of its own last step.
+        A worker whose loop ends before the others' leaves them; `close` then gives it the final parameters.
         """
         if self.agreement.needed and not self._others_train():
             self.agreement.at_end(self.steps)
