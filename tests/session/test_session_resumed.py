@@ -140,6 +140,28 @@ def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
     assert "lr_scheduler.step() before" not in log
 
 
+@pytest.mark.limit_s(200)
+def test_a_loop_that_trains_locally_goes_on_after_the_steps_of_whole_rounds(
+    script: Path, tmp_path: Path, warm: LocalCluster
+) -> None:
+    def local(epochs: int) -> str:
+        text = text_of(epochs).replace("join(", 'join("local-sgd", strategy_options={"every": 3}, ')
+        return text.replace("momentum=0.9)", "momentum=0.0)")  # what it keeps is in no checkpoint
+
+    script.write_text(local(12))
+    whole = train(script, tmp_path / "whole", warm)
+    assert whole.summary["samples_accounted"] == 12 * 96
+    script.write_text(local(1000))
+    stopped = stop_after(script, tmp_path / "stopped", 8, warm)
+    steps = json.loads((tmp_path / "stopped" / str(stopped.checkpoint) / "state.json").read_text())["steps"]
+    assert steps["worker-0"] == steps["worker-1"] and steps["worker-0"] % 3 == 0
+    script.write_text(local(12))
+    run = gs.resume(tmp_path / "stopped", allow_changed=True)
+    assert run.summary["samples_accounted"] == 12 * 96
+    finals = [(tmp_path / name / FINAL_MODEL).read_bytes() for name in ("whole", "stopped")]
+    assert finals[0] == finals[1]
+
+
 @dataclass
 class Placed:
     """Where a worker stands in a run that goes on from its fifth step."""

@@ -18,10 +18,10 @@ def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec
     name = type(strategy).__name__
     if isinstance(codec, EF21):
         why = "its receiver keeps what each sender has sent before, and no strategy does that yet; take ErrorFeedback"
-    elif is_open_ended(job):
+    elif is_open_ended(job) and strategy.gives_mean:
         why = (
             "a training loop of your own sends other numbers behind its gradients, which must arrive as they are; "
-            "leave codec out, or pass a model and data to train()"
+            "leave codec out, or take strategy='local-sgd' or 'diloco'"
         )
     elif isinstance(codec, DGC) and getattr(optimizer, "momentum", False):
         rule = f"{type(optimizer).__name__} with momentum"

@@ -152,9 +152,7 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_passes(job, strategy, optimizer)
     if isinstance(strategy, SharedMemoryStrategy):
         _check_shared(job, strategy, optimizer)
-    if isinstance(strategy, PeerStrategy) or (
-        isinstance(strategy, GroupStrategy) and strategy.outer_rule() is not None
-    ):
+    if strategy.trains_locally:
         _check_local_steps(job, strategy)
     if isinstance(optimizer, ByShape):
         _check_whole_tensors(job, strategy, optimizer)
@@ -195,11 +193,14 @@ def _check_noise_scale(job: Job, strategy: Strategy) -> None:
     raise ConfigError(f"noise_scale=True: {why}")
 
 
-def _check_local_steps(job: Job, strategy: GroupStrategy | PeerStrategy) -> None:
+def _check_local_steps(job: Job, strategy: Strategy) -> None:
     """Raises where workers cannot train alone between two exchanges without servers."""
     name = type(strategy).__name__
     if is_open_ended(job):
-        why = "the training loop is your own, and makes its steps itself; take strategy='parameter-averaging'"
+        delay = getattr(strategy, "delay", 0)
+        if not delay:
+            return
+        why = f"delay={delay}: a training loop of your own waits for each exchange; leave delay out"
     elif job.accumulate > 1:
         why = (
             f"accumulate={job.accumulate}: workers train alone for every={strategy.local_steps} minibatches; set every "

@@ -8,7 +8,7 @@ from typing import Any
 from gradstream.checkpoint.manifest import Resume
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import RunPlan, worker_name
-from gradstream.strategies.base import GroupStrategy, ServerStrategy
+from gradstream.strategies.base import ServerStrategy
 
 # ---- begins anew -------------------------------------------------------------------------
 
@@ -22,7 +22,7 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
     workers = list(map(worker_name, range(plan.workers)))
     new = ", ".join(name for name in workers if name not in resume.steps)
     if kept := _on_workers(plan):
-        yield f"{kept} of each worker's own {type(plan.optimizer).__name__} begins anew: it is in no checkpoint"
+        yield f"{kept} begins anew: it is in no checkpoint"
     if resume.remainders and plan.remainders != resume.remainders:
         now = f"this run has {plan.remainders or 'nothing of that kind'}"
         yield f"what workers had not sent yet is dropped: it was {resume.remainders}; {now}"
@@ -44,13 +44,15 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
 
 
 def _on_workers(plan: RunPlan) -> str:
-    """State of the run's optimizer that no checkpoint has: of workers that make steps of their own; "" if none."""
+    """Names the optimizers' state that no checkpoint has: of workers that make steps of their own; "" if none."""
     strategy = plan.strategy
-    if isinstance(strategy, GroupStrategy):
-        steps_alone = strategy.outer_rule() is not None
-    else:
-        steps_alone = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients"
-    return ", ".join(plan.optimizer.state_names) if steps_alone else ""
+    pushes = strategy.pushes if isinstance(strategy, ServerStrategy) else "gradients"
+    if not strategy.trains_locally and pushes == "gradients":
+        return ""
+    if plan.open_ended:
+        return "the state of each loop's own optimizer, unless the script saves and loads it,"
+    names = ", ".join(plan.optimizer.state_names)
+    return names and f"{names} of each worker's own {type(plan.optimizer).__name__}"
 
 
 # ---- changes -----------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def renumbered(plan: RunPlan) -> int | None:
 
 def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:
     """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
-    if model.optimizer and not plan.gradients_only:
+    if model.optimizer and not plan.loops_optimize:
         return optimizer_of_text(model.optimizer)[0].state_names
     return plan.shards_optimizer.state_names
 
@@ -419,18 +419,16 @@ def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule
     """The rule that updates the parameters, on the workers or on the shards."""
     if plan.gradients_only:
         return Replace(), None
+    if plan.strategy.trains_locally:
+        return plan.shards_optimizer, None
     if own is not None and own.optimizer:
         return optimizer_of_text(own.optimizer)
-    if _inner_rule(plan, model) is not None:
-        return plan.shards_optimizer, None
     return plan.optimizer, plan.grouped(model)
 
 
 def _inner_rule(plan: RunPlan, model: Model) -> UpdateRule | None:
-    """The rule of the steps that a worker makes alone, in a group or with pairs; None if it makes none."""
-    strategy = plan.strategy
-    alone = isinstance(strategy, GroupStrategy) and strategy.outer_rule() is not None
-    if not alone and not isinstance(strategy, PeerStrategy):
+    """The rule of the steps that a worker makes alone; None if it makes none, or a loop of the user's does."""
+    if not plan.strategy.trains_locally or plan.open_ended:
         return None
     return plan.optimizer, plan.grouped(model)
 

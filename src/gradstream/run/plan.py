@@ -280,9 +280,7 @@ class RunPlan:
     @property
     def _joined(self) -> int:
         """Number of minibatches of a worker in a step."""
-        return self.job.accumulate * (
-            self.strategy.local_steps if isinstance(self.strategy, GroupStrategy | PeerStrategy) else 1
-        )
+        return self.job.accumulate * self.strategy.local_steps
 
     @property
     def _partitioning(self) -> Partitioning:
@@ -311,6 +309,11 @@ class RunPlan:
     def gradients_only(self) -> bool:
         """Whether only gradients are exchanged: the user's own loops make each step, on every worker."""
         return self.open_ended and self.strategy.gives_mean and cast(OwnData, self.job.data).gradients_only
+
+    @property
+    def loops_optimize(self) -> bool:
+        """Whether the optimizers of the user's own loops make the steps, of which the run need not know the rule."""
+        return self.open_ended and (self.gradients_only or self.strategy.trains_locally)
 
     @property
     def workers_optimize(self) -> bool:

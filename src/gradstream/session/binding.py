@@ -7,7 +7,8 @@ they are copied into (see `arrays.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,16 @@ class ParameterBinding(ABC):
         Raises:
             GradientError: a gradient has another shape or dtype than its parameter.
         """
+
+    @contextmanager
+    def showing(self, parameters: torch.Tensor, own: torch.Tensor | None) -> Iterator[None]:
+        """Shows the user these parameters (E,) until the context ends, and then `own` again, if there are any."""
+        self.set_parameters(parameters)
+        try:
+            yield
+        finally:
+            if own is not None:
+                self.set_parameters(own)
 
     def check_unchanged(self, where: str) -> None:  # noqa: B027  not all overwrite the user's parameters
         """Checks that the parameters are still those that were set. Called from the user's thread.
@@ -221,9 +232,13 @@ class ModuleBinding(ParameterBinding):
 
     def set_parameters(self, parameters: torch.Tensor) -> None:
         """See `ParameterBinding.set_parameters`: the module's parameters become views of these."""
+        self._point_at(parameters)
+        self.watch.record(parameters)
+
+    def _point_at(self, parameters: torch.Tensor) -> None:
+        """Makes the module's parameters views of these (E,)."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             parameter.data = view
-        self.watch.record(parameters)
 
     def copy_gradient(self, gradient: torch.Tensor) -> None:
         """See `ParameterBinding.copy_gradient`."""

@@ -39,8 +39,8 @@ class LoopCounts:
     """Counts what a loop has handed to its worker since it began or was resumed.
 
     Args:
-        gradients_only: whether only gradients are exchanged. Then the loop hands over one for each backward, and says
-            itself when it has made a step; otherwise each hand-over is a step.
+        counts_steps: the loop says itself when it has made a step. A step may take several hand-overs, one for each
+            backward; or a hand-over is of several steps, which it follows. Otherwise each hand-over is a step.
 
     Attributes:
         batches: gradients that were handed over.
@@ -48,33 +48,37 @@ class LoopCounts:
         iterations: iterations of a loop that calls `Session.skip`; 0 for other loops.
     """
 
-    def __init__(self, *, gradients_only: bool) -> None:
+    def __init__(self, *, counts_steps: bool) -> None:
         self.batches = self.samples = self.iterations = 0
-        self._gradients_only = gradients_only
+        self._counts_steps = counts_steps
         self._steps = 0
-        self._pending_samples = 0  # handed over since the last step
+        self._steps_whole = 0  # of which all is handed over
+        self._pending_samples = 0  # handed over, of a step that is not made yet
 
-    def hand_over(self, samples: int, *, silent: bool = False) -> None:
-        """Counts a gradient; a silent one belongs to no step of the loop."""
+    def hand_over(self, samples: int, *, silent: bool = False, whole: bool = False) -> None:
+        """Counts a hand-over; a silent one belongs to no step of the loop, and a whole one is of all steps so far."""
         self.batches += 1
         if not silent:
             self.samples += samples
             self._pending_samples += samples
+        if whole:
+            self._steps_whole, self._pending_samples = self._steps, 0
 
-    def step(self) -> None:
-        """Counts a step that was made of all that was handed over."""
+    def step(self, *, handed: bool = True) -> None:
+        """Counts a step that was made of all that was handed over; or, if not `handed`, that will be handed over."""
         self._steps = self.iterations or self._steps + 1
-        self._pending_samples = 0
+        if handed:
+            self._steps_whole, self._pending_samples = self._steps, 0
 
     @property
     def steps(self) -> int:
         """Steps of the loop. Where it calls `Session.skip`: iterations up to its last step."""
-        return self._steps if self._gradients_only else self.batches
+        return self._steps if self._counts_steps else self.batches
 
     @property
     def behind(self) -> tuple[int, int] | None:
         """See `Loop.behind`."""
-        return (self._pending_samples, self._steps) if self._gradients_only else None
+        return (self._pending_samples, self._steps_whole) if self._counts_steps else None
 
 
 class ResumePoint:
@@ -147,6 +151,7 @@ class LoopBridge:
         log: figures that the user's loop logs; None if it logs none.
         gradients_only: whether only gradients are exchanged. Then a turn is a backward, and the loop calls `stepped`
             after each step.
+        counts_steps: the loop calls `stepped` for each step; else each turn is one. Always, if `gradients_only`.
         on_step: called after each step of the loop.
 
     Attributes:
@@ -161,12 +166,13 @@ class LoopBridge:
         log: SessionLog | None = None,
         *,
         gradients_only: bool = False,
+        counts_steps: bool = False,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.gradients_only = gradients_only
         self.ended = False
         self.visible: torch.Tensor | None = None
-        self.counts = LoopCounts(gradients_only=gradients_only)
+        self.counts = LoopCounts(counts_steps=gradients_only or counts_steps)
         self._binding = binding
         self._log = log
         self._on_step = on_step
@@ -321,7 +327,7 @@ class LoopBridge:
                 )
             self._raise_worker_end()
             self._turn = Turn(samples, lr, loss)
-            self.counts.hand_over(samples)
+            self.counts.hand_over(samples, whole=True)
             self._pass_to("worker")
             self._wait()
 
@@ -368,9 +374,9 @@ class LoopBridge:
             assert self.visible is not None
             return self.visible
 
-    def stepped(self) -> None:
-        """Notes that the loop has made a step of all that was handed over."""
-        self.counts.step()
+    def stepped(self, *, handed: bool = True) -> None:
+        """Notes that the loop has made a step: see `LoopCounts.step`."""
+        self.counts.step(handed=handed)
         self._on_step()
 
     @property

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gradstream.codec.base import Codec
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.descriptions import describe
 from gradstream.job.files import intercept, script_of_caller
@@ -38,6 +40,7 @@ def join(
     *,
     strategy_options: Mapping[str, Any] | None = None,
     exchange: str | None = None,
+    codec: str | Codec | PowerSGD | None = None,
     workers: int = 2,
     servers: int | None = None,
     seed: int = 0,
@@ -60,7 +63,7 @@ def join(
     start, to read the arguments: call it early.
 
     Args:
-        strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
+        strategy, strategy_options, codec, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
             trackers, allow_lost, deadlines: see `Job`. Options of `gradstream train` override them. By default,
             workers wait for one another in `wrap` for half an hour (`Deadlines(join_s=1800)`).
         exchange: the `exchange` entry of `strategy_options`: which library sends the data of a strategy
@@ -80,6 +83,7 @@ def join(
         OwnLoop(),  # type: ignore[arg-type]
         strategy=strategy,
         strategy_options={**(strategy_options or {}), **({"exchange": exchange} if exchange else {})},
+        codec=codec,
         workers=workers,
         servers=servers,
         seed=seed,

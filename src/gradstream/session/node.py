@@ -110,20 +110,27 @@ class RunConnection:
         self._binding: ParameterBinding | None = None
         self._thread: threading.Thread | None = None
 
-    def join(self, binding: ParameterBinding, rule: str, *, gradients_only: bool) -> LoopBridge:
+    def join(
+        self, binding: ParameterBinding, rule: str, *, gradients_only: bool, counts_steps: bool
+    ) -> LoopBridge:
         """Joins the run. Returns when all workers have joined, with the same parameters.
 
         Args:
             binding: the user's parameters.
             rule: the update rule that the loop's optimizer asks for, as text.
             gradients_only: whether only gradients are exchanged.
+            counts_steps: see `LoopBridge`.
 
         Raises:
             GradstreamError: the run did not come about.
         """
         self._binding = binding
         bridge = self.bridge = LoopBridge(
-            binding, self._log, gradients_only=gradients_only, on_step=binding.snapshot_buffers
+            binding,
+            self._log,
+            gradients_only=gradients_only,
+            counts_steps=counts_steps,
+            on_step=binding.snapshot_buffers,
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = partial(self._live, binding, bridge, rule)
@@ -142,13 +149,8 @@ class RunConnection:
     def newest_parameters(self) -> Iterator[None]:
         """Shows the user the parameters that are on the servers now, until the context ends."""
         assert self._binding is not None and self.bridge is not None
-        own = self.bridge.visible
-        self._binding.set_parameters(self.bridge.fetch())
-        try:
+        with self._binding.showing(self.bridge.fetch(), self.bridge.visible):
             yield
-        finally:
-            if own is not None:
-                self._binding.set_parameters(own)
 
     def leave(self) -> None:
         """Leaves the run, and waits until it is over.

@@ -60,7 +60,16 @@ def take_over(
     trained = [parameter for group in groups for parameter in group if parameter.requires_grad]
     if rule is None:
         steps = StepBinding(model, trained)
-        push_steps(optimizer, steps, step, where)
+
+        def before() -> None:
+            steps.check_unchanged(where())
+            steps.begin_step()
+
+        def after(loss: float) -> None:
+            steps.watch.check_groups(where(), optimizer.param_groups)
+            step(STEPS.lr, loss)  # type: ignore[arg-type]  # a number, never a schedule
+
+        around_each_step(optimizer, before, after)
         return optimizer, steps, text_of_optimizer(STEPS)
     binding = ModuleBinding(model, trained)
     moves = bool(getattr(strategy, "local_momentum", 0.0))  # the worker's momentum, whatever the rule is
@@ -251,40 +260,35 @@ class StepBinding(ModuleBinding):
         self._shown.copy_(self._before)  # the worker makes the step, with those of the others
 
 
-def push_steps(
-    optimizer: torch.optim.Optimizer, binding: StepBinding, step: Step, where: Callable[[], str]
+def around_each_step(
+    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[float], None]
 ) -> None:
-    """Makes an optimizer hand over each of its steps. It remains the user's own, with its state and hooks.
+    """Calls functions before and after each step of an optimizer. It remains the user's own, with its state and hooks.
 
-    Its `step` is replaced by one that first does the same as before, with closures, hooks and skipped
-    parameters, and then hands over how far the step has gone. So any optimizer can be used, and the script may
-    change its options, and drop or load its state. Checkpoints of the run do not have that state: a script
-    that is to be resumed saves and loads it itself.
+    Its `step` is replaced by one that does the same in between, with closures, hooks and skipped parameters. So any
+    optimizer can be used, and the script may change its options, and drop or load its state. Checkpoints of the run do
+    not have that state: a script that is to be resumed saves and loads it itself.
 
     Args:
         optimizer: the user's optimizer.
-        binding: the parameters.
-        step: called with the learning rate, 1, and the loss, NaN where unknown.
-        where: returns the names of worker and step, for messages.
+        before: called before each step.
+        after: called after each step, with the loss that the step has returned, NaN where it has returned none.
     """
     original = optimizer.step
 
     @functools.wraps(original)  # keeps the mark of a scheduler that was made before
     def stepped(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        at = where()
-        binding.check_unchanged(at)
-        binding.begin_step()
-        found = original(*args, **kwargs)
-        binding.watch.check_groups(at, optimizer.param_groups)
-        step(STEPS.lr, _loss_of(found))  # type: ignore[arg-type]  # a number, never a schedule
-        return found
+        before()
+        result = original(*args, **kwargs)
+        after(_loss_of(result))
+        return result
 
     optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
 
 
-def _loss_of(found: Any) -> float:
+def _loss_of(result: Any) -> float:
     """The loss that a step has returned, or NaN where it returned something else."""
     try:
-        return float(found.detach() if isinstance(found, torch.Tensor) else found)
+        return float(result.detach() if isinstance(result, torch.Tensor) else result)
     except (TypeError, ValueError, RuntimeError):
         return math.nan

@@ -77,7 +77,7 @@ class ParameterWatch:
         """Raises ConfigError if a parameter differs from the one that was recorded."""
         if self._flat is None:
             return
-        self._check_module(where)
+        self.check_module(where)
         for (name, parameter), then in zip(self._parameters, self._marks, strict=True):
             now = _mark(parameter)
             if now != then:
@@ -130,7 +130,8 @@ class ParameterWatch:
 
     # ---- comparisons -------------------------------------------------------------------
 
-    def _check_module(self, where: str) -> None:
+    def check_module(self, where: str) -> None:
+        """Raises ConfigError if the module no longer has one of the parameters."""
         if all(table.get(key) is there for table, key, there in self._links):
             return
         gone = self._inside - {id(parameter) for parameter in self._module.parameters()}

@@ -33,15 +33,16 @@ from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart, Takeover
+from gradstream.session.local import LocalArrays, LocalModule, LocalRound
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
-from gradstream.session.optimizer import several, take_over
+from gradstream.session.optimizer import around_each_step, several, take_over
 from gradstream.session.replica import ReplicaBinding
 from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import PeerStrategy, Strategy
 
 # ---- early barrier -----------------------------------------------------------------------
 # `EarlyBarrier`: lets workers wait for one another before they have joined their run, which they do in `wrap`.
@@ -171,7 +172,8 @@ class WorkerSession(Session):
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
         self._reducer: GradientReducer | None = None
-        self._arrays: ArrayGradients | ArrayParameters | None = None
+        self._arrays: ArrayGradients | ArrayParameters | LocalArrays | None = None
+        self._round: LocalRound | None = None
         self._split: SplitModule | None = None
         self._step_hooks: Sequence[RemovableHandle] = ()  # on the steps of all optimizers of this process
         self._closed = False
@@ -226,6 +228,9 @@ class WorkerSession(Session):
         if self._gradients_only:
             self._wrap_replicas(modules, optimizers)
             return model, optimizer
+        if self._strategy.trains_locally:
+            self._wrap_local(modules, optimizers)
+            return model, optimizer
         if len(modules) != 1 or len(optimizers) != 1:
             raise ConfigError(
                 f"session.wrap: got {len(modules)} models and {len(optimizers)} optimizers; expected one of "
@@ -273,6 +278,30 @@ class WorkerSession(Session):
         for one in optimizers:
             one.register_step_pre_hook(reducer.before_step)
             one.register_step_post_hook(reducer.after_step)
+
+    def _wrap_local(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
+        if any(isinstance(one, LBFGS) for one in optimizers):
+            raise ConfigError(
+                "session.wrap: LBFGS evaluates the loss several times a step, so the samples behind a step, by which "
+                "its worker is weighed, cannot be counted: use SGD, Adam or another optimizer that evaluates it once"
+            )
+        joined = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        groups = [group["params"] for one in optimizers for group in one.param_groups]
+        trained = {id(p): p for group in groups for p in group if p.requires_grad}
+        binding = LocalModule(joined, list(trained.values()), in_pairs=self._in_pairs)
+        self._optimizers = optimizers
+        bridge = self._begin(binding, description_of(*optimizers))
+        one_round = self._round = LocalRound(bridge, self._strategy.local_steps)
+
+        def made(optimizer: TorchOptimizer, loss: float) -> None:
+            binding.watch.check_groups(self._where(), optimizer.param_groups)
+            samples, _ = whole(self._taken_samples())
+            one_round.stepped(samples, self._log.step(loss), optimizer)
+
+        for one in optimizers:
+            around_each_step(one, self._check_unchanged, partial(made, one))
+        for module in modules:
+            module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
 
     def split(
         self, build: Callable[[], nn.Module], example: Any, *, into: int, pipeline_dtype: str | None = None
@@ -359,6 +388,12 @@ class WorkerSession(Session):
             self._begin_arrays(parameters, rule)
         bridge = self._connection.bridge
         assert self._arrays is not None and bridge is not None
+        if isinstance(self._arrays, LocalArrays):
+            assert self._round is not None
+            self._arrays.step(parameters, gradients, rule)
+            samples, _ = whole(self._taken_samples())
+            self._round.stepped(samples, self._log.step())
+            return parameters
         if isinstance(self._arrays, ArrayGradients):
             return self._arrays.step(bridge, parameters, gradients, rule, self._taken_samples())
         self._arrays.check(parameters, rule)
@@ -372,6 +407,9 @@ class WorkerSession(Session):
         if self._gradients_only:
             replica = self._arrays = ArrayGradients(parameters)
             replica.synchronize(self._begin(replica.binding, description_of(rule)))
+        elif self._strategy.trains_locally:
+            local = self._arrays = LocalArrays(parameters, in_pairs=self._in_pairs)
+            self._round = LocalRound(self._begin(local, description_of(rule)), self._strategy.local_steps)
         else:
             arrays = self._arrays = ArrayParameters(parameters, rule)
             self._begin(arrays.binding, arrays.rule_text())
@@ -434,6 +472,8 @@ class WorkerSession(Session):
                 self._split.close()
             elif self._reducer is not None and not self.aborted:
                 self._reducer.end()
+            elif self._round is not None and not self.aborted:
+                self._round.end()
         finally:
             self._connection.leave()
 
@@ -472,7 +512,12 @@ class WorkerSession(Session):
             hook.remove()
 
     def _begin(self, binding: ParameterBinding, rule: str) -> LoopBridge:
-        bridge = self._connection.join(binding, rule, gradients_only=self._gradients_only)
+        bridge = self._connection.join(
+            binding,
+            rule,
+            gradients_only=self._gradients_only,
+            counts_steps=self._strategy.trains_locally,
+        )
         self._takeover.bridge = bridge
         self._early_barrier.over()
         return bridge
@@ -491,6 +536,11 @@ class WorkerSession(Session):
     def _gradients_only(self) -> bool:
         """Whether only gradients are exchanged, and the loop's own optimizer makes each step."""
         return self._strategy.gives_mean
+
+    @property
+    def _in_pairs(self) -> bool:
+        """Whether a worker exchanges its parameters themselves, with one other worker at a time."""
+        return isinstance(self._strategy, PeerStrategy)
 
     @cached_property
     def _strategy(self) -> Strategy:

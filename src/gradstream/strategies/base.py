@@ -124,6 +124,20 @@ class Strategy(ABC):
         return False
 
     @property
+    def local_steps(self) -> int:
+        """H, minibatches of a worker in a round; see `trains_locally`."""
+        return 1
+
+    @property
+    def trains_locally(self) -> bool:
+        """Whether a worker makes a step of its own for each minibatch of a round, and exchanges what comes of them.
+
+        Without servers, that is; a worker of a server strategy does so if `pushes` is not "gradients". In a user's own
+        training loop the loop's optimizer makes these steps.
+        """
+        return False
+
+    @property
     def gives_mean(self) -> bool:
         """Whether each round gives every worker the mean gradient over the samples of all workers.
 
@@ -265,9 +279,9 @@ class GroupStrategy(Strategy):
     """Whether gradients of wide layers are sent as factors; None does so where that is cheaper."""
 
     @property
-    def local_steps(self) -> int:
-        """H, minibatches of a round, each of which is a step of the worker's own if there is an outer optimizer."""
-        return 1
+    def trains_locally(self) -> bool:
+        """See `Strategy.trains_locally`: where an outer rule takes what comes of the steps."""
+        return self.outer_rule() is not None
 
     @property
     def delay(self) -> int:
@@ -345,9 +359,9 @@ class PeerStrategy(Strategy):
     """
 
     @property
-    def local_steps(self) -> int:
-        """H, minibatches of a round, each of which is a step of the worker's own."""
-        return 1
+    def trains_locally(self) -> bool:
+        """See `Strategy.trains_locally`: always."""
+        return True
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class Gossip(PeerStrategy):
 
     @property
     def local_steps(self) -> int:
-        """See `PeerStrategy.local_steps`."""
+        """See `Strategy.local_steps`."""
         return self.every
 
     def optimizer(self) -> Optimizer:

@@ -99,7 +99,7 @@ class LocalSGD(GroupStrategy):
 
     @property
     def local_steps(self) -> int:
-        """See `GroupStrategy.local_steps`."""
+        """See `Strategy.local_steps`."""
         return self.every
 
     def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:

@@ -96,7 +96,7 @@ class NoLoCo(PeerStrategy):
 
     @property
     def local_steps(self) -> int:
-        """See `PeerStrategy.local_steps`."""
+        """See `Strategy.local_steps`."""
         return self.every
 
     @property

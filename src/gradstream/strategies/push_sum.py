@@ -68,7 +68,7 @@ class PushSum(PeerStrategy):
 
     @property
     def local_steps(self) -> int:
-        """See `PeerStrategy.local_steps`."""
+        """See `Strategy.local_steps`."""
         return self.every
 
     @property

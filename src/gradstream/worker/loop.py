@@ -9,7 +9,7 @@ instead, the minibatch has no samples and changes nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import InternalError
+from gradstream.memory import Vector
 from gradstream.model.base import Batch, usable
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Report, Runtime
@@ -173,6 +174,9 @@ class LoopSource:
         rank: rank of this worker.
         first_step: number of the loop's first step; not 0 where the run is resumed.
         endings: asked whether the run is over.
+
+    Attributes:
+        state, updates: as those of `LocalParameters`: a loop's own optimizer has its state.
     """
 
     elsewhere = True
@@ -182,6 +186,8 @@ class LoopSource:
         self._rank = rank
         self._first_step = first_step
         self._endings = endings
+        self.state: Mapping[str, Vector] = {}
+        self.updates = 0
         self._turn = Turn(0, 0.0, 0.0)  # the present or last one, as far as it is known
         self._silent_samples = 0
 

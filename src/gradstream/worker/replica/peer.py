@@ -21,6 +21,7 @@ from gradstream.telemetry.wait_attribution import Kind, Transfer, WaitAttributio
 from gradstream.transport.silence import Broadcast
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.local_steps import LocalParameters
+from gradstream.worker.loop import LoopSource
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 
 # ---- coded way ---------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class PeerReplica(Replica):
     """Implements `strategies.api.PeerWorker`.
 
     Args:
-        context: parts of every replica; its `gradients` are `LocalParameters`.
+        context: parts of every replica; its `gradients` are local steps.
         meetings: the exchanges of this worker's node.
         seed: seed of the run.
         strategy: strategy of the run.
@@ -157,7 +158,7 @@ class PeerReplica(Replica):
         self._taken: list[Vector] = []  # where the partner's vectors land
         self._round: ComputedGradient | None = None  # the present one
         self.still = asyncio.Lock()
-        assert isinstance(context.gradients, LocalParameters)
+        assert isinstance(context.gradients, LocalParameters | LoopSource)
         self.steps = context.gradients
 
     def _vector(self, name: str) -> Vector:

@@ -1,0 +1,256 @@
+"""Loops of one's own that train alone between two exchanges: local SGD, gossip, push-sum, NoLoCo."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradstream as gs
+from gradstream.errors import ConfigError
+from gradstream.testing.sessions import loop_in_threads
+from small_loops import DEADLINES, INPUTS, TARGETS, Make, clamp, momentum, net, one_worker, steps, train
+
+Values = dict[str, torch.Tensor]
+
+OPTIMIZERS: list[Make] = [
+    momentum,
+    lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01),
+    lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
+]
+
+
+def values(model: nn.Module) -> Values:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def by_hand(make: Make, every: int, num_steps: int, workers: int = 2) -> Values:
+    """Local SGD of torch alone: the mean of the models after each `every` steps, and after the last."""
+    models = [net() for _ in range(workers)]
+    made = [make(model) for model in models]
+    for begin in range(0, num_steps, every):
+        for rank in range(workers):
+            list(steps(models[rank], made[rank], range(begin + rank, min(begin + every, num_steps) + rank)))
+        to_mean(models)
+    return values(models[0])
+
+
+def to_mean(models: list[nn.Sequential]) -> None:
+    with torch.no_grad():
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack([one.detach() for one in same]).mean(0)
+            for one in same:
+                one.copy_(mean)
+
+
+def in_two(strategy: gs.Strategy, loop: Callable[[gs.Session], Any], **options: Any) -> list[Any]:
+    return loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES, **options)
+
+
+def plain(make: Make, num_steps: int) -> Callable[[gs.Session], Values]:
+    def loop(session: gs.Session) -> Values:
+        model = net()
+        _, optimizer = session.wrap(model, make(model))
+        list(steps(model, optimizer, range(session.rank, num_steps + session.rank)))
+        assert session.step == num_steps
+        session.close()
+        return values(model)
+
+    return loop
+
+
+def check(found: list[Values], expected: Values) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-9, atol=1e-12)
+        assert all(torch.equal(one[name], found[0][name]) for one in found[1:])
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("every", [1, 3])
+def test_local_sgd_is_the_mean_of_what_each_optimizer_made(make: Make, every: int) -> None:
+    check(in_two(gs.LocalSGD(every=every), plain(make, 8)), by_hand(make, every, 8))
+
+
+@pytest.mark.parametrize("strategy", [gs.strategies.Gossip(every=3), gs.strategies.PushSum(every=3)])
+def test_two_workers_in_pairs_are_local_sgd(strategy: gs.Strategy) -> None:
+    check(in_two(strategy, plain(momentum, 6)), by_hand(momentum, 3, 6))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [gs.LocalSGD(every=3), gs.strategies.Gossip(every=3), gs.strategies.PushSum(every=2)],
+)
+def test_one_worker_is_the_optimizer_alone(strategy: gs.Strategy) -> None:
+    found = one_worker(momentum, strategy=strategy)
+    for name, value in train(gs.Session(), momentum).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_the_outer_optimizer_is_diloco_without_servers() -> None:
+    strategy = gs.LocalSGD(every=2, outer_lr=0.7, outer_momentum=0.9)
+    models, begun = [net(), net()], net()
+    made = [momentum(model) for model in models]
+    outer = torch.optim.SGD(begun.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for begin in (0, 2, 4):
+        for rank in range(2):
+            list(steps(models[rank], made[rank], range(begin + rank, begin + rank + 2)))
+        with torch.no_grad():
+            for w, *each in zip(begun.parameters(), *(one.parameters() for one in models), strict=True):
+                w.grad = torch.stack([w - one for one in each]).mean(0)
+        outer.step()
+        for model in models:
+            model.load_state_dict(begun.state_dict())
+    check(in_two(strategy, plain(momentum, 6)), values(begun))
+
+
+def test_workers_weigh_by_their_samples_and_end_when_they_like() -> None:
+    def loop(session: gs.Session) -> Values:
+        model = net()
+        _, optimizer = session.wrap(model, momentum(model))
+        for _ in steps(model, optimizer, range(2 + 5 * session.rank)):
+            session.samples(1 + 2 * session.rank)
+        session.close()
+        return values(model)
+
+    first, second = in_two(gs.LocalSGD(every=2), loop)
+    models = [net(), net()]
+    made = [momentum(model) for model in models]
+    for begin in (0, 2, 4, 6):
+        for rank, until in enumerate((2, 7)):
+            list(steps(models[rank], made[rank], range(begin, min(begin + 2, until))))
+        share = [4 + 1, 4 + 3] if begin == 0 else [0, 1]  # the first step of each counts its inputs
+        weights = [one / sum(share) for one in share]
+        with torch.no_grad():
+            for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                mine.copy_(weights[0] * mine + weights[1] * other)
+                other.copy_(mine)
+    for name, value in values(models[0]).items():
+        torch.testing.assert_close(first[name], value, rtol=1e-9, atol=1e-12)
+        assert torch.equal(first[name], second[name])
+
+
+def test_what_the_script_changes_between_two_steps_is_in_the_exchange() -> None:
+    def change(model: nn.Sequential, number: int, begun: int) -> None:
+        if number == begun:  # the first step of two
+            clamp(model, momentum(model))
+            bias = model[0].get_parameter("bias")
+            bias.data = bias.data * 0.5
+
+    def loop(session: gs.Session) -> Values:
+        model = net()
+        _, optimizer = session.wrap(model, momentum(model))
+        for number in steps(model, optimizer, range(session.rank, session.rank + 2)):
+            change(model, number, session.rank)
+        session.close()
+        return values(model)
+
+    models = [net(), net()]
+    for rank, model in enumerate(models):
+        for number in steps(model, momentum(model), range(rank, rank + 2)):
+            change(model, number, rank)
+    to_mean(models)
+    check(in_two(gs.LocalSGD(every=2), loop), values(models[0]))
+
+
+def test_an_evaluation_sees_the_mean_of_the_last_round() -> None:
+    def loop(session: gs.Session) -> tuple[Values, Values, Values]:
+        model = net()
+        _, optimizer = session.wrap(model, momentum(model))
+        list(steps(model, optimizer, range(session.rank, session.rank + 3)))
+        before = values(model)
+        with session.evaluation():
+            seen = values(model)
+        assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+        session.close()
+        return before, seen, values(model)
+
+    (first, seen, _), (second, seen_too, _) = in_two(gs.LocalSGD(every=2), loop)
+    mean = by_hand(momentum, 2, 2)
+    check([seen, seen_too], mean)
+    assert any(not torch.equal(first[name], second[name]) for name in mean)
+
+
+def test_several_models_and_optimizers_have_one_round() -> None:
+    def models() -> tuple[nn.Sequential, nn.Sequential]:
+        return net(), net()
+
+    def play(first: nn.Module, second: nn.Module, a: Any, b: Any, numbers: range) -> None:
+        for number in numbers:
+            list(steps(first, a, range(number, number + 1)))
+            list(steps(second, b, range(number + 1, number + 2)))
+
+    def loop(session: gs.Session) -> Values:
+        first, second = models()
+        made = [momentum(first), torch.optim.RMSprop(second.parameters())]
+        session.wrap([first, second], made)
+        play(first, second, made[0], made[1], range(session.rank, session.rank + 4))
+        assert session.step == 5  # the second optimizer begins each round after the first
+        session.close()
+        return {**values(first), **{f"second.{name}": value for name, value in values(second).items()}}
+
+    found = in_two(gs.LocalSGD(every=2), loop)
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name])
+
+
+def test_arrays_train_locally_too() -> None:
+    def loop(session: gs.Session) -> np.ndarray[Any, Any]:
+        w = np.zeros(3)
+        for number in range(6):
+            gradient = w - (1 + session.rank) * np.arange(3.0) * (number + 1)
+            w = session.exchange(w, gradient, gs.optim.SGD(0.1, momentum=0.5), samples=1)
+        session.close()
+        return w
+
+    found = in_two(gs.LocalSGD(every=2), loop)
+    alone: list[Any] = [np.zeros(3), np.zeros(3)]
+    velocity = [np.zeros(3), np.zeros(3)]
+    for number in range(6):
+        for rank in range(2):
+            gradient = alone[rank] - (1 + rank) * np.arange(3.0) * (number + 1)
+            velocity[rank] = 0.5 * velocity[rank] + gradient
+            alone[rank] = alone[rank] - 0.1 * velocity[rank]
+        if number % 2:
+            alone = [sum(alone) / 2, sum(alone) / 2]
+    for one in found:
+        np.testing.assert_allclose(one, alone[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy", [gs.LocalSGD(every=2), gs.DiLoCo(every=2), gs.strategies.NoLoCo(every=2)]
+)
+@pytest.mark.parametrize("codec", ["int8", "one-bit"])
+def test_what_is_exchanged_may_be_encoded(strategy: gs.Strategy, codec: str) -> None:
+    def loop(session: gs.Session) -> Values:
+        model = net().float()
+        _, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for number in range(session.rank, session.rank + 8):
+            optimizer.zero_grad()
+            inputs, targets = INPUTS[number : number + 4].float(), TARGETS[number : number + 4].float()
+            nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        session.close()
+        return values(model)
+
+    exact, encoded = in_two(strategy, loop), in_two(strategy, loop, codec=codec)
+    assert any(not torch.equal(value, exact[0][name]) for name, value in encoded[0].items())
+    for name, value in encoded[0].items():
+        assert (value - exact[0][name]).abs().max() < (0.1 if codec == "int8" else 1.0)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    def loop(session: gs.Session) -> None:
+        model = net()
+        session.wrap(model, torch.optim.LBFGS(model.parameters()))
+
+    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times"):
+        loop_in_threads(loop, strategy=gs.LocalSGD(), deadlines=dataclasses.replace(DEADLINES, join_s=1))
+    with pytest.raises(ConfigError, match="delay=1: a training loop of your own waits"):
+        in_two(gs.LocalSGD(delay=1), plain(momentum, 2))
+    with pytest.raises(ConfigError, match="take strategy='local-sgd' or 'diloco'"):
+        in_two(gs.Synchronous(), plain(momentum, 2), codec="int8")
