@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import gradstream as gs
-from gradstream.run.plan import shard_name, worker_name
+from gradstream.job.plan import shard_name, worker_name
 from gradstream.testing.faults import DiskFull, FailingStorage, FaultPlan, Scene
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
 from gradstream.testing.tokens import check_exactly_once

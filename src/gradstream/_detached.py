@@ -36,8 +36,8 @@ from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
+    from gradstream.job.plan import RunPlan
     from gradstream.run.local import LocalCluster
-    from gradstream.run.plan import RunPlan
     from gradstream.transport.proof import Credentials
 
 READY = b"ready\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 from gradstream.errors import GradstreamError, Interrupted
 from gradstream.job.callbacks import Callbacks
 from gradstream.job.job import Job, build_model
+from gradstream.job.plan import RunPlan
 from gradstream.run.launcher import Launcher
-from gradstream.run.plan import RunPlan
 from gradstream.run.planning import metrics_of
 from gradstream.run.preparation import LaunchOptions
 from gradstream.run.result import Run

@@ -16,6 +16,7 @@ from gradstream.data.download import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.job.code import COPY, changed, kept_code, users_code
 from gradstream.job.job import Job, Pipeline, is_script, spread_out
+from gradstream.job.plan import RunPlan
 from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
@@ -29,7 +30,6 @@ from gradstream.run.local.link import DOOR, has_reader
 from gradstream.run.node import LOCK, LOCK_S
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import check_model
-from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import FINAL_MODEL, Run, described, job_of_run

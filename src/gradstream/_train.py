@@ -21,6 +21,7 @@ from gradstream.job.descriptions import check_places
 from gradstream.job.files import Asked, intercept, job_of, script_of_caller
 from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, spread_out
 from gradstream.job.phase_jobs import measured_first
+from gradstream.job.plan import RunPlan
 from gradstream.job.sources import STARTED_IN
 from gradstream.job.validation import check_script
 from gradstream.report.progress_line import shown
@@ -28,7 +29,6 @@ from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
 from gradstream.run.local import LocalCluster
 from gradstream.run.nodes import check_model
-from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
 from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
 from gradstream.run.ray.driver import RayRun

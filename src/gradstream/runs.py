@@ -18,8 +18,8 @@ from gradstream.report.progress_line import shown
 from gradstream.run.followed_events import Ending, FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
 from gradstream.run.local.link import DOOR, has_reader
-from gradstream.run.losses import ask
 from gradstream.run.node import EVENTS
+from gradstream.run.reshards import ask
 from gradstream.run.result import Run, described
 from gradstream.untrusted import say
 

@@ -20,7 +20,7 @@ import torch
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.coordinator.estates import Estates
-from gradstream.run.losses import losses_of
+from gradstream.job.losses import losses_of
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.client.client import ServerClient
@@ -245,10 +245,11 @@ def test_the_same_of_pipelines_that_are_never_empty_and_of_parts_that_train_apar
 def handed_out_again(patch: pytest.MonkeyPatch) -> None:
     """What a lost replica had without a receipt is handed out again, without a question: as it was before."""
     inner = losses_of
-    patch.setattr(
-        "gradstream.run.nodes.losses_of",
-        lambda plan, **options: replace(inner(plan, **options), redoes=False),
-    )
+    for place in ("run.nodes", "worker.config"):
+        patch.setattr(
+            f"gradstream.{place}.losses_of",
+            lambda plan, **options: replace(inner(plan, **options), redoes=False),
+        )
 
 
 def not_redone(patch: pytest.MonkeyPatch) -> None:

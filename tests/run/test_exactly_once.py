@@ -19,7 +19,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.coordinator.estates import Estates
 from gradstream.errors import Interrupted
-from gradstream.run.losses import losses_of
+from gradstream.job.losses import losses_of
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
@@ -224,10 +224,11 @@ def misrouted(patch: pytest.MonkeyPatch) -> None:
 def without_estates(patch: pytest.MonkeyPatch) -> None:
     """What a lost worker had without a receipt is handed out again, without a question: as it was before."""
     inner = losses_of
-    patch.setattr(
-        "gradstream.run.nodes.losses_of",
-        lambda plan, **options: replace(inner(plan, **options), redoes=False),
-    )
+    for place in ("run.nodes", "worker.config"):
+        patch.setattr(
+            f"gradstream.{place}.losses_of",
+            lambda plan, **options: replace(inner(plan, **options), redoes=False),
+        )
 
 
 def torn_as_whole(patch: pytest.MonkeyPatch) -> None:

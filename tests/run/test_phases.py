@@ -75,7 +75,7 @@ def test_a_phase_may_end_inside_a_data_epoch(kind: str) -> None:
 
 def test_a_phase_that_forgets_the_optimizers_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = map(str, range(1000))
-    monkeypatch.setattr("gradstream.run.plan.RunPlan.rule_name", property(lambda plan: next(numbers)))
+    monkeypatch.setattr("gradstream.job.plan.RunPlan.rule_name", property(lambda plan: next(numbers)))
     with pytest.raises(AssertionError):
         test_two_phases_of_the_same_settings_are_one_run_to_the_bit("synchronous")
 

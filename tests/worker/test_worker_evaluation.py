@@ -15,13 +15,13 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.cli.report import evaluation_rows
 from gradstream.errors import ConfigError, UserCodeError
+from gradstream.job.metrics import Metrics
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.model.base import Batch
 from gradstream.report.progress_line import ProgressLine
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.evaluation import evaluate
-from gradstream.worker.metrics import Metrics
 
 FEATURES = 6
 TIMED = SimulationConfig(costs={"gradient": Cost(base_s=0.01), "evaluate": Cost(base_s=0.03)})
@@ -311,7 +311,7 @@ def test_what_cannot_be_put_together_is_refused(monkeypatch: pytest.MonkeyPatch)
             UserCodeError, match=r"outputs for the metric 'mine' cannot be put .*update\(outputs"
         ):
             metrics.values()
-    monkeypatch.setattr("gradstream.worker.metrics.MAX_KEPT_BYTES", 63)
+    monkeypatch.setattr("gradstream.job.metrics.MAX_KEPT_BYTES", 63)
     with pytest.raises(
         UserCodeError, match=r"for all 4 held-out samples, which take .* MB .*update\(outputs"
     ):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, Protocol, TypedDict, Unpack, cast
 
 from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
@@ -14,6 +14,7 @@ from gradstream.coordinator.stopping import Until
 from gradstream.data.arrays import from_arrays
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.metrics import Metric
 from gradstream.job.phases import Phase, phase_of
 from gradstream.job.registry import find_dataset
 from gradstream.model.base import Model
@@ -26,7 +27,6 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import Choice
 from gradstream.wire.chunks import CHUNK_ELEMS
-from gradstream.worker.metrics import Metric
 
 Data = Dataset | str | tuple[Any, Any]
 """The data of a run: a data set, its name, or the pair (inputs, targets) of arrays."""
@@ -353,6 +353,21 @@ def spread_out(job: Job, origin: str) -> Job:
         return job
     origins = {**job.origins, "chunk_elems": origin}
     return dataclasses.replace(job, chunk_elems=CHUNK_ELEMS, origins=origins)
+
+
+class OwnData(Protocol):
+    """Stands in a job in place of a data set where every worker's loop brings its own data.
+
+    Attributes:
+        optimizer: the update rule that the loop asks for; "" if the job names it.
+        gradients_only: whether loops exchange only gradients, of which the strategy gives every worker the mean.
+    """
+
+    optimizer: str
+    gradients_only: bool
+
+    def loop(self, rank: int) -> Any:
+        """The loop of a worker, a `gradstream.worker.loop.Loop`."""
 
 
 def is_open_ended(job: Job) -> bool:

@@ -14,6 +14,7 @@ from gradstream.errors import ConfigError
 from gradstream.job.code import place_of
 from gradstream.job.descriptions import describe, described, plain, revived
 from gradstream.job.job import Job
+from gradstream.job.metrics import Metric
 from gradstream.job.phases import Phase, described_phase, phase_of
 from gradstream.job.registry import OPTIMIZERS, find_optimizer
 from gradstream.optim.base import ByShape, Optimizer
@@ -22,7 +23,6 @@ from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.untrusted import MismatchError, check_record, check_value, parse_json
-from gradstream.worker.metrics import Metric
 
 # ---- overrides ---------------------------------------------------------------------------
 

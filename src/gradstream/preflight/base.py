@@ -21,13 +21,13 @@ from gradstream.checkpoint.manifest import JobPhase
 from gradstream.errors import Interrupted, PreflightError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.job.phase_jobs import job_of_phase
+from gradstream.job.plan import RunPlan
 from gradstream.job.registry import name_of
 from gradstream.machine.resources import free_disk_bytes, free_memory_bytes
 from gradstream.model.base import Model
 from gradstream.report.charts import size_text
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run, kept_parameters
 from gradstream.runtime.simulation import SimulationConfig

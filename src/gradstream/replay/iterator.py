@@ -19,12 +19,12 @@ from gradstream.coordinator.client.member import Member
 from gradstream.data.joined import ids_of
 from gradstream.errors import DivergedError
 from gradstream.job.job import Job
+from gradstream.job.plan import shard_name
 from gradstream.replay.membership import ReplayedMember, ReplayedMembers
 from gradstream.replay.recorded_run import RecordedRun, load_recorded_run
 from gradstream.replay.schedule import ReplaySchedule
 from gradstream.replay.update import ReplayedUpdate, UpdateAssembler
 from gradstream.run.nodes import worker_config
-from gradstream.run.plan import shard_name
 from gradstream.run.result import Run
 from gradstream.run.shard import shard_config
 from gradstream.runtime.base import Storage

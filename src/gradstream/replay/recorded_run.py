@@ -10,6 +10,7 @@ from gradstream.checkpoint import Resume
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.job.files import digest_of
 from gradstream.job.job import Job, build_model
+from gradstream.job.plan import EvaluationPlan, RunPlan, shard_name, worker_name
 from gradstream.model.base import Model
 from gradstream.recording import (
     FOLDER,
@@ -24,14 +25,12 @@ from gradstream.recording import (
     read_log,
 )
 from gradstream.run.files import read_record
-from gradstream.run.plan import RunPlan, shard_name, worker_name
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run, described, job_of_run
 from gradstream.runtime.base import Storage
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.wire import v1
 from gradstream.wire.chunks import Placement
-from gradstream.worker.evaluation import EvaluationPlan
 
 Parts = Mapping[str, LogPart]
 """The recording of each node, by the node's name."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gradstream.checkpoint.manifest import Resume
+from gradstream.job.plan import RunPlan, worker_name
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.plan import RunPlan, worker_name
 from gradstream.strategies.base import ServerStrategy
 
 # ---- begins anew -------------------------------------------------------------------------

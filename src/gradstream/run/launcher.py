@@ -24,14 +24,15 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.job.job import Job, is_script
+from gradstream.job.losses import losses_of_all
+from gradstream.job.plan import RunPlan, worker_name
 from gradstream.run.failures import EndedNodes, failed_event, how_ended
 from gradstream.run.followed_events import Ending, FollowedEvents
 from gradstream.run.local import NODE, SCRIPT, Cluster
 from gradstream.run.local.environment import StopSignals, stop_signal
-from gradstream.run.losses import ShardChanges, losses_of_all
-from gradstream.run.plan import RunPlan, worker_name
 from gradstream.run.preparation import LaunchOptions, Preparation
 from gradstream.run.records import add_to_run_json
+from gradstream.run.reshards import ShardChanges
 from gradstream.run.restarts import Comebacks, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.deadlines import to_wait_longer

@@ -34,13 +34,14 @@ from gradstream.data.download import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.code import run_kept
 from gradstream.job.job import Job, build_model
+from gradstream.job.losses import losses_of
+from gradstream.job.plan import RunPlan
 from gradstream.run.local.environment import SWITCH_INTERVAL_S, stop_signal
 from gradstream.run.local.forkserver import show_warnings
-from gradstream.run.losses import follow_requests, losses_of, take_request
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import build_replica
 from gradstream.run.phases import PhaseLeader, run_phases
-from gradstream.run.plan import RunPlan
+from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime

@@ -15,10 +15,10 @@ from gradstream.job.descriptions import describe
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.job.overrides import overrides, with_overrides
+from gradstream.job.plan import RunPlan
 from gradstream.job.registry import find_optimizer, find_strategy
 from gradstream.job.sources import import_from, users_folder
 from gradstream.run.files import read_record
-from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
 from gradstream.untrusted import MismatchError, check_record
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 
@@ -38,18 +37,17 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, build_model
+from gradstream.job.losses import losses_of
 from gradstream.job.overrides import optimizer_of_text
+from gradstream.job.plan import RunPlan
 from gradstream.job.registry import name_of
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
-from gradstream.optim.merge import Replace
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import STREAMING, check_streaming, make_schedule
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.recording import FOLDER, Log, origin_of
-from gradstream.run.losses import losses_of
-from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.split.hybrid_model import HybridModel
 from gradstream.split.part_model import PartModel
@@ -60,13 +58,10 @@ from gradstream.untrusted import say
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, part_map_of, part_of, role_of_part
 from gradstream.wire.frames import itemsize_bytes
-from gradstream.worker.config import Split, WorkerConfig
-from gradstream.worker.gradient import Clip
-from gradstream.worker.loop import OwnData
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.node import WorkerNode
 from gradstream.worker.parts.channel import check_encodable
 from gradstream.worker.parts.node import PartNode
-from gradstream.worker.replica.updater import UpdateRule
 
 # ---- coordinator ------------------------------------------------------------------------
 
@@ -90,7 +85,7 @@ def build_coordinator(
         place: the place of this phase of the job among the others; None if the job has none.
     """
     served, ledger = plan.served, plan.ledger()
-    if plan.resume is not None and plan.whole is None and not restores_state(plan):
+    if plan.resume is not None and plan.whole is None and not plan.restores_state:
         say(
             f"the state of the update rule begins anew: {plan.resume.folder} has that of {plan.resume.rule}, and the "
             f"run goes on with {plan.rule_name}"
@@ -218,30 +213,6 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
     )
 
 
-def restores_state(plan: RunPlan) -> bool:
-    """Whether the optimizer state of the checkpoint is that of the plan's rule.
-
-    A phase may have another rule, and so may a resumed job.
-    A batch method begins anew in each phase: the one before may have ended, or had other options.
-    """
-    resume = plan.resume
-    if resume is None:
-        return True
-    begins = plan.whole is not None and plan.phase.number != resume.phase.number
-    return resume.rule == plan.rule_name and not (plan.strategy.in_passes and begins)
-
-
-def renumbered(plan: RunPlan) -> int | None:
-    """The version of all chunks of the checkpoint, in rounds that follow another strategy; else None.
-
-    Versions of rounds are the numbers of the rounds, and those of another strategy count pushes.
-    """
-    resume = plan.resume
-    if resume is None or plan.whole is None or plan.strategy.partitioning != "rounds":
-        return None
-    return None if resume.strategy == name_of(plan.strategy) else resume.rounds
-
-
 def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:
     """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
     if model.optimizer and not plan.loops_optimize:
@@ -363,74 +334,11 @@ def check_model(plan: RunPlan) -> None:
 
 
 def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> WorkerConfig:
-    """The part of the plan that a worker, or a part of its replica, needs; see `build_replica`."""
-    job, strategy = plan.job, plan.strategy
-    own = cast(OwnData, job.data) if plan.open_ended else None
+    """What a worker, or a part of its replica, has of the plan; see `build_replica`."""
     how = "auto"
-    if isinstance(strategy, GroupStrategy):
-        how = strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
-    split = None
-    if plan.parts > 1:
-        split = Split(part, plan.parts, job.pipeline, job.micro_batches, job.recompute, job.pipeline_dtype)
-    return WorkerConfig(
-        rank=rank,
-        split=split,
-        num_workers=plan.workers,
-        strategy=strategy,
-        model=model,
-        data=job.data,
-        plan=None if plan.open_ended else plan.batch_plan(),
-        lr=plan.optimizer.lr,
-        clip=Clip(job.clip_norm, job.clip_value),
-        evaluation=plan.evaluation,
-        seed=job.seed,
-        chunk_elems_of=plan.chunk_elems_of,
-        epochs=job.epochs,
-        steps=plan.steps_left,
-        num_steps=job.steps,
-        deadlines=job.deadlines,
-        loop=own.loop(rank) if own else None,
-        optimizer=own.optimizer if own and (plan.served is None or plan.served.pushes == "gradients") else "",
-        resume=plan.resume,
-        gradients_only=plan.gradients_only,
-        restores_state=restores_state(plan),
-        remainders=plan.remainders,
-        replicas=plan.replicas,
-        leaves_out=losses_of(plan).leaves_out,
-        looks_first=plan.link_choice is not None and plan.link_choice.only_measures,
-        measures=plan.variance_test is not None,
-        renumbered=renumbered(plan),
-        ends_run=not plan.follows,
-        skips_non_finite=job.non_finite == "skip",
-        balanced=plan.balanced,
-        redoes=losses_of(plan).redoes,
-        form_group=partial(form_group, how=how),
-        update_rule=_update_rule(plan, model, own),
-        inner_rule=_inner_rule(plan, model),
-        workers_optimize=plan.workers_optimize,
-        stands_in=losses_of(plan).stands_in,
-        noise_scale=job.noise_scale,
-        codec=plan.codec,
-        fetch_codec=plan.fetch_codec,
-    )
-
-
-def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule:
-    """The rule that updates the parameters, on the workers or on the shards."""
-    if plan.gradients_only:
-        return Replace(), None
-    if plan.strategy.trains_locally:
-        return plan.shards_optimizer, None
-    if own is not None and own.optimizer:
-        return optimizer_of_text(own.optimizer)
-    return plan.optimizer, plan.grouped(model)
-
-
-def _inner_rule(plan: RunPlan, model: Model) -> UpdateRule | None:
-    """The rule of the steps that a worker makes alone; None if it makes none, or a loop of the user's does."""
-    if not plan.strategy.trains_locally or plan.open_ended:
-        return None
-    return plan.optimizer, plan.grouped(model)
+    if isinstance(plan.strategy, GroupStrategy):
+        how = plan.strategy.algorithm if plan.strategy.exchange == "auto" else plan.strategy.exchange
+    return WorkerConfig(run=plan, rank=rank, part=part, model=model, form_group=partial(form_group, how=how))
 
 
 # ---- shards and workers -----------------------------------------------------------------

@@ -23,8 +23,8 @@ from gradstream.coordinator.phase_service import PhaseService, phase_to_join
 from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.relay import RunClock
 from gradstream.errors import RefusedError
+from gradstream.job.plan import RunPlan
 from gradstream.run.nodes import build_coordinator, clock_of
-from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_at
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint

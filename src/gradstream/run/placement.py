@@ -17,10 +17,10 @@ from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeE
 from gradstream.job.code import load_module, run_kept
 from gradstream.job.files import traceback_in
 from gradstream.job.job import Job
+from gradstream.job.plan import worker_name
 from gradstream.run.local.environment import set_environment
 from gradstream.run.node import ABORTED, FAILED, OK, Say, say_to, traceback_of
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.plan import worker_name
 from gradstream.run.remote.address import Address
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.proof import Credentials

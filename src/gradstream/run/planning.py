@@ -16,12 +16,13 @@ from gradstream.errors import ConfigError
 from gradstream.job.code import find_function
 from gradstream.job.codec import check_codec, check_fetch_codec
 from gradstream.job.job import Job, is_open_ended
+from gradstream.job.metrics import Metric
 from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
+from gradstream.job.plan import EvaluationPlan, RunPlan
 from gradstream.job.registry import find_codec, find_optimizer, find_strategy
 from gradstream.job.split import check_micro_batches, check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
 from gradstream.optim.groups import groups_of
-from gradstream.run.plan import RunPlan
 from gradstream.strategies.base import (
     GroupStrategy,
     PeerStrategy,
@@ -31,8 +32,6 @@ from gradstream.strategies.base import (
 )
 from gradstream.transport.offers import shares_memory
 from gradstream.wire.chunks import CHUNK_ELEMS
-from gradstream.worker.evaluation import EvaluationPlan
-from gradstream.worker.metrics import Metric
 from gradstream.worker.schedule import Schedule
 
 

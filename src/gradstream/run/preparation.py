@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError, DiskError
 from gradstream.job.job import is_script
+from gradstream.job.plan import RunPlan
 from gradstream.machine.resources import allow_open_files, free_memory_bytes
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
@@ -20,7 +21,6 @@ from gradstream.run.local import Cluster, LocalCluster, ThreadCluster
 from gradstream.run.local.environment import StopSignals, hash_seed, hold_port, node_environment
 from gradstream.run.node import run_node
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.plan import RunPlan
 from gradstream.run.records import write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening

@@ -15,13 +15,13 @@ from gradstream.job.code import keep, users_code
 from gradstream.job.descriptions import describe, plain
 from gradstream.job.files import digest_of
 from gradstream.job.overrides import overrides
+from gradstream.job.plan import RunPlan
 from gradstream.job.registry import find_optimizer, find_strategy
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.recording import FOLDER, JOB_FILE
 from gradstream.run.files import read_record
 from gradstream.run.launches import seal_of
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.plan import RunPlan
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import say
 

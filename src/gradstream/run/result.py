@@ -22,6 +22,7 @@ from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.code import changed, kept_code, users_code
 from gradstream.job.job import Job, build_model
+from gradstream.job.metrics import Metric
 from gradstream.model.base import Model
 from gradstream.model.buffers import with_buffers
 from gradstream.report.page import PageSource, page, run_html
@@ -43,7 +44,6 @@ from gradstream.untrusted import TEXT_BYTES, MismatchError, check_record, escape
 from gradstream.untrusted.text import check_name
 from gradstream.worker.evaluation import Evaluation, evaluate
 from gradstream.worker.final_model import BEST_MODEL
-from gradstream.worker.metrics import Metric
 
 # ---- result ------------------------------------------------------------------------------
 

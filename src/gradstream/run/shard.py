@@ -7,10 +7,10 @@ from dataclasses import replace
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.relay import RunClock
 from gradstream.job.overrides import optimizer_of_text
+from gradstream.job.plan import RunPlan
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace
-from gradstream.run.nodes import grouped_rule, member_of, recording_of, renumbered, restores_state
-from gradstream.run.plan import RunPlan
+from gradstream.run.nodes import grouped_rule, member_of, recording_of
 from gradstream.runtime.base import Runtime
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.event_schedule import ShardRecorder
@@ -60,8 +60,8 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         silence_s=plan.job.deadlines.silence_s,
         find_optimizer=(lambda _: (Replace(), None)) if plan.gradients_only else optimizer_of_text,
         resume_from=plan.resume.folder if plan.resume is not None and not plan.gradients_only else "",
-        restores_state=restores_state(plan),
-        renumbered=renumbered(plan),
+        restores_state=plan.restores_state,
+        renumbered=plan.renumbered,
         quorum=strategy.quorum(plan.workers),
         correction=strategy.correction(),
         workers=plan.workers,

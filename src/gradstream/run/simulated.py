@@ -18,10 +18,10 @@ from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.relay import RunClock
+from gradstream.job.plan import RunPlan
 from gradstream.model.base import Model
 from gradstream.run.nodes import build_replica
 from gradstream.run.phases import PhaseLeader, run_phases
-from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster

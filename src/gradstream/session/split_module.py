@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
+from gradstream.job.plan import worker_name
 from gradstream.model.base import Batch, leaves_of
 from gradstream.model.built_module import put_tensor
 from gradstream.model.torch_module import TorchModel
-from gradstream.run.plan import worker_name
 from gradstream.session.binding import GradientBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_vector import GradientVector

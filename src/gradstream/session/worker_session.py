@@ -20,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
+from gradstream.job.plan import worker_name
 from gradstream.job.registry import find_strategy
 from gradstream.model.buffers import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.run.placement import WorkerPlacement
-from gradstream.run.plan import worker_name
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge, ResumePoint

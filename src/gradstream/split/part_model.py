@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from gradstream.errors import ConfigError, InternalError
-from gradstream.model.base import Batch, Layout, Reduction, leaves_of
+from gradstream.model.base import Batch, Layout, Model, Reduction, leaves_of
 from gradstream.model.buffers import Buffers, as_numpy
 from gradstream.model.built_module import Fixed, names_of
 from gradstream.model.torch_module import BUILD_SEED, TorchModel
@@ -299,3 +299,8 @@ def _check_apart(plan: TorchPlan) -> None:
                 f"pipeline=SyntheticGradients(...): {value.name!r} is used by several parts, and none can predict a "
                 "parameter's gradient from one minibatch; put its users on one part, or do not tie it"
             )
+
+
+def whole_layout_of(model: Model) -> Layout:
+    """The layout of the run's model, of which a split replica's process holds a part."""
+    return model.whole if isinstance(model, PartModel) else model.layout

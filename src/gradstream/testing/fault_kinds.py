@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.run.plan import shard_name, worker_name
+from gradstream.job.plan import shard_name, worker_name
 
 # ---- fault kinds -------------------------------------------------------------------------
 

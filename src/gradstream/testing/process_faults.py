@@ -17,10 +17,10 @@ from gradstream._train import launch
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
+from gradstream.job.plan import RunPlan
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
-from gradstream.run.plan import RunPlan
 from gradstream.run.planning import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gradstream.coordinator.stopping import Until
 from gradstream.data.base import BatchRef, Dataset
 from gradstream.errors import GradientError, UserCodeError
+from gradstream.job.metrics import Metric, Metrics, users_code
+from gradstream.job.plan import EvaluationPlan
 from gradstream.model.base import Batch, Model, Reduction, leaves_of
-from gradstream.optim.schedules import Position
-from gradstream.worker.metrics import Metric, Metrics, users_code
 from gradstream.worker.schedule import Schedule
 
 # ---- evaluation --------------------------------------------------------------------------
@@ -28,9 +27,6 @@ IGNORED = -100
 
 Compared = Literal["yes", "broadcast", "no"]
 """Whether outputs and targets can be compared; "broadcast": they have as many elements, in different shapes."""
-
-Every = int | Literal["epoch"]
-"""Number of steps between two evaluations; or "epoch" for one after each data epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,29 +276,6 @@ def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
             else "; the inputs have none: look at the model, or lower the learning rate"
         )
     )
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationPlan:
-    """When a run evaluates its model, and by which metrics.
-
-    Args:
-        every: see `Every`; None for never.
-        metrics: the user's metrics, by name.
-        goals: what of an evaluation ends the run: "accuracy", "test_loss".
-        keep_best: whether the parameters with the best evaluation are kept.
-        until: says which evaluation is the best, where it monitors a figure.
-    """
-
-    every: Every | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    goals: Collection[str] = ()
-    keep_best: bool = False
-    until: Until | None = None
-
-    def period(self, position: Position) -> int | None:
-        """Number of steps between two evaluations; None for no evaluations."""
-        return position.steps_per_epoch if self.every == "epoch" else self.every
 
 
 # ---- due evaluations ---------------------------------------------------------------------

@@ -147,22 +147,6 @@ class Loop(Protocol):
         ...
 
 
-class OwnData(Protocol):
-    """Stands in a job in place of a data set where every worker's loop brings its own data.
-
-    Attributes:
-        optimizer: the update rule that the loop asks for; "" if the job names it.
-        gradients_only: whether loops exchange only gradients, of which the strategy gives every worker the mean.
-    """
-
-    optimizer: str
-    gradients_only: bool
-
-    def loop(self, rank: int) -> Loop:
-        """The loop of a worker."""
-        ...
-
-
 class LoopSource:
     """Implements `BatchSchedule` and `GradientSource` by turns of a loop, whose gradients are means over samples.
 

@@ -100,7 +100,7 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
 
     def init(_: object) -> None:
         try:
-            config.model.init(config.seed, parameters.tensor)
+            config.model.init(config.run.job.seed, parameters.tensor)
         except GradstreamError:
             raise
         except (Exception, SystemExit) as error:
@@ -136,7 +136,7 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
         if frozen:
             read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
             load_fixed(model, await runtime.beside(read, work=Work("restore")))
-    if config.gradients_only:
+    if config.run.gradients_only:
         extra = await runtime.beside(
             lambda: read_own(storage, resume.folder, EXTRA_FILE), work=Work("restore")
         )
@@ -180,20 +180,20 @@ class WorkerNode:
             endpoint,
             config.model,
             workers=lambda: names_of(member.notice.nodes, "worker"),
-            silence_s=config.deadlines.silence_s,
+            silence_s=config.run.job.deadlines.silence_s,
         )
         self._meetings: Meetings | None = None
-        if isinstance(config.strategy, PeerStrategy):
-            self._meetings = Meetings(runtime, endpoint, config.deadlines.silence_s)
+        if isinstance(config.run.strategy, PeerStrategy):
+            self._meetings = Meetings(runtime, endpoint, config.run.job.deadlines.silence_s)
         self._balance: ShareReporter | None = None
-        if config.balanced and config.num_workers > 1 and config.strategy.partitioning == "rounds":
+        if config.run.balanced and config.run.workers > 1 and config.run.strategy.partitioning == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
             self._balance = ShareReporter(config.plan, member.requests)
         self._queue: BatchQueue | None = None
-        if config.loop is None and config.strategy.partitioning != "rounds" and config.num_workers > 1:
+        if config.loop is None and config.run.strategy.partitioning != "rounds" and config.run.workers > 1:
             self._queue = BatchQueue(self._recorder, runtime)
         self._lead: Lead | None = None  # of a replica of several processes
-        if config.split is not None:
+        if config.run.parts > 1:
             self._lead = Lead(runtime, endpoint, member, config, self._batch_gate, self._failed)
         self._source = self._make_source()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
@@ -211,15 +211,15 @@ class WorkerNode:
         kind: Callable[..., Schedule] = Schedule
         if self._lead is not None:
             lead, runtime = self._lead.parts, self._runtime
-            kind = partial(LedSchedule, lead=lead, runtime=runtime, evaluation=config.evaluation)
+            kind = partial(LedSchedule, lead=lead, runtime=runtime, evaluation=config.run.evaluation)
         return kind(
             plan=config.plan,
             rank=config.rank,
-            epochs=config.epochs,
-            steps=config.steps,
-            lr=config.lr,
+            epochs=config.run.job.epochs,
+            steps=config.run.steps_left,
+            lr=config.run.optimizer.lr,
             queue=self._queue,
-            num_steps=config.num_steps,
+            num_steps=config.run.job.steps,
             balance=self._balance,
             first_version=first_version_of(config),
         )
@@ -294,10 +294,10 @@ class WorkerNode:
             has_own_buffers = False
             if late:
                 await self._averager.adopt()
-            elif config.resume is not None:
-                has_own_buffers = await restore_own(config, runtime, replica, config.resume)
+            elif config.run.resume is not None:
+                has_own_buffers = await restore_own(config, runtime, replica, config.run.resume)
             self._averager.restored.set()
-            if config.gradients_only:
+            if config.run.gradients_only:
                 await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
             if self._evaluator is not None:
@@ -309,7 +309,7 @@ class WorkerNode:
                 await exchange.finish()
             await self._averager.freeze()  # others may ask after this one has its average
             if config.loop is not None:  # every worker's loop continues with the final parameters
-                buffers = await self._averager.average(last=True, catch_up=config.gradients_only)
+                buffers = await self._averager.average(last=True, catch_up=config.run.gradients_only)
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
         finally:
@@ -321,20 +321,14 @@ class WorkerNode:
             runtime=self._runtime,
             endpoint=self._endpoint,
             member=self._member,
-            rank=config.rank,
-            part=0,
-            resume=None if config.gradients_only else config.resume,
+            config=config,
             late=late,
-            deadlines=config.deadlines,
             init=init_of(config, self._runtime),
             is_lowest=self._is_lowest,
             failed=self._failed,
-            restores_state=config.restores_state,
-            renumbered=config.renumbered,
             carried=self._carried,
         )
         return Assembly(
-            config,
             context,
             self._source,
             self._batch_gate,
@@ -357,7 +351,7 @@ class WorkerNode:
 
         If that worker dies, even now, the next one keeps them. Where another phase of the job follows, nobody does.
         """
-        if not self._config.ends_run:
+        if self._config.run.follows:
             await self._member.heard(lambda: self._batch_gate.ending or self._is_over())
         if not self._is_lowest():
             self._report(exchange)
@@ -418,11 +412,11 @@ class WorkerNode:
 def first_version_of(config: WorkerConfig) -> int | None:
     """Version that a worker's first minibatch is for, where rounds may go on without it; see `Schedule`."""
     quorum = None
-    if isinstance(config.strategy, ServerStrategy):
-        quorum = config.strategy.quorum(config.num_workers)
-    if quorum is None and not config.stands_in and not config.leaves_out:
+    if isinstance(config.run.strategy, ServerStrategy):
+        quorum = config.run.strategy.quorum(config.run.workers)
+    if quorum is None and not config.losses.stands_in and not config.losses.leaves_out:
         return None
-    return config.resume.rounds if config.resume else 0
+    return config.run.resume.rounds if config.run.resume else 0
 
 
 def init_of(config: WorkerConfig, runtime: Runtime) -> Callable[[Vector], Awaitable[None]]:

@@ -11,11 +11,11 @@ import torch
 
 from gradstream.checkpoint.format import TensorSpec, spec_of, to_spec
 from gradstream.memory import trim
-from gradstream.model.base import Layout, Model
+from gradstream.model.base import Model
 from gradstream.model.buffers import as_numpy, buffers_of
 from gradstream.model.built_module import fixed_of
 from gradstream.runtime.base import Runtime, Work
-from gradstream.split.part_model import PartModel
+from gradstream.split.part_model import PartModel, whole_layout_of
 from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.wire import v1
 from gradstream.wire.frames import to_wire
@@ -37,15 +37,10 @@ async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
         elems=layout.elems,
         dtype=to_wire(layout.dtype),
         chunk_elems=config.chunk_elems,
-        optimizer=config.optimizer,
+        optimizer=config.registered_rule,
         rows=row_spec_for(config),
         parts=_parts_of(model),
     )
-
-
-def whole_layout_of(model: Model) -> Layout:
-    """The layout of the run's model, of which a split replica's process holds a part."""
-    return model.whole if isinstance(model, PartModel) else model.layout
 
 
 def _parts_of(model: Model) -> list[v1.ModelPart]:
@@ -57,9 +52,9 @@ def _parts_of(model: Model) -> list[v1.ModelPart]:
 
 def row_exchange_of(config: WorkerConfig) -> RowExchange | None:
     """Which rows are exchanged; None for all of every chunk, as with a user's loop."""
-    if config.loop is not None or not isinstance(config.strategy, ServerStrategy):
+    if config.loop is not None or not isinstance(config.run.strategy, ServerStrategy):
         return None
-    return config.strategy.rows(bool(config.model.layout.tables))
+    return config.run.strategy.rows(bool(config.model.layout.tables))
 
 
 def row_spec_for(config: WorkerConfig) -> v1.RowSpec | None:

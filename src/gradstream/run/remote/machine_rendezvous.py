@@ -12,9 +12,9 @@ from typing import Any
 
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import DeadlineError, exit_code
+from gradstream.job.losses import losses_of_all
+from gradstream.job.plan import RunPlan
 from gradstream.run.followed_events import FollowedEvents
-from gradstream.run.losses import losses_of_all
-from gradstream.run.plan import RunPlan
 from gradstream.run.remote.address import files_of, new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority, Invitation
 from gradstream.run.remote.facts import facts_of, file_hash

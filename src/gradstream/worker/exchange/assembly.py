@@ -31,7 +31,6 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import member_name, part_map_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.computed import Refusals, RefusedGradient
-from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import FirstLook, GroupExchange
@@ -59,7 +58,6 @@ class Assembly:
     """Makes the exchange of one worker, and the replica in it, by the strategy of the run.
 
     Args:
-        config: configuration of the worker.
         context: the worker's place in the run.
         source: the worker's minibatches; a user's loop computes their gradients too.
         batch_gate: see `ReplicaContext`.
@@ -70,7 +68,6 @@ class Assembly:
 
     def __init__(
         self,
-        config: WorkerConfig,
         context: ExchangeContext,
         source: Schedule | LoopSource,
         batch_gate: BatchGate,
@@ -80,7 +77,7 @@ class Assembly:
         place: PartPlace | None = None,
         meetings: Meetings | None = None,
     ) -> None:
-        self._config = config
+        self._config = context.config
         self._context = context
         self._source = source
         self._batch_gate = batch_gate
@@ -100,15 +97,15 @@ class Assembly:
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
         config, context = self._config, self._context
-        delay = isinstance(config.strategy, GroupStrategy) and config.strategy.delay
-        names = [*codec_state(config.codec), *([UNSENT] if delay else ())]
-        if config.codec is not None or delay:
+        delay = isinstance(config.run.strategy, GroupStrategy) and config.run.strategy.delay
+        names = [*codec_state(config.run.codec), *([UNSENT] if delay else ())]
+        if config.run.codec is not None or delay:
             self._remainders = Remainders(context.runtime, config.model.layout, names)
             self._remainders.serve(context.endpoint)
             resume = context.resume
-            if resume is not None and resume.remainders == config.remainders != "" and not context.late:
+            if resume is not None and resume.remainders == config.run.remainders != "" and not context.late:
                 await self._remainders.restore(resume)
-        match config.strategy:
+        match config.run.strategy:
             case ServerStrategy() as strategy:
                 from gradstream.worker.exchange.server import (
                     server_exchange,  # only runs with servers import it
@@ -116,13 +113,13 @@ class Assembly:
 
                 replica, agreement = self._replica_context(), self._agreement
                 kept = self._remainders
-                return server_exchange(config, context, strategy, replica, self._source_of, agreement, kept)
+                return server_exchange(context, strategy, replica, self._source_of, agreement, kept)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
             case PeerStrategy() as strategy:
                 return self._peer_exchange(strategy)
             case SharedMemoryStrategy() as strategy:
-                return await form_shared(context, self._replica_context(), strategy, config)
+                return await form_shared(context, self._replica_context(), strategy)
             case other:
                 raise InternalError(f"{type(other).__name__} has no way of exchange")
 
@@ -139,41 +136,44 @@ class Assembly:
             lambda transfers: PeerReplica(
                 self._replica_context(),
                 meetings,
-                config.seed,
+                config.run.job.seed,
                 strategy,
                 lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
                 self._coded_way(),
                 transfers,
                 member.emit,
             ),
-            restores=resume is not None and resume.replicas == config.replicas,
+            restores=resume is not None and resume.replicas == config.run.replicas,
             chunk_elems=config.chunk_elems,
         )
 
     def _coded_way(self) -> CodedWay | None:
         config, runtime, kept = self._config, self._context.runtime, self._remainders
-        if kept is None or config.codec is None or isinstance(config.codec, PowerSGD):
+        if kept is None or config.run.codec is None or isinstance(config.run.codec, PowerSGD):
             return None
         layout = config.model.layout
-        seed = f"{config.seed}/{runtime.node}"
-        return CodedWay(runtime, config.codec, layout.elems, layout.dtype, seed, kept.vectors)
+        seed = f"{config.run.job.seed}/{runtime.node}"
+        return CodedWay(runtime, config.run.codec, layout.elems, layout.dtype, seed, kept.vectors)
 
     # ---- through a group ----------------------------------------------------------------
 
     async def _group_exchange(self, strategy: GroupStrategy) -> GroupExchange:
         config, context = self._config, self._context
         layout = config.model.layout
-        if config.looks_first:
-            size_bytes, answer_s = layout.elems * layout.dtype.itemsize, context.deadlines.silence_s
+        if config.run.looks_first:
+            size_bytes, answer_s = (
+                layout.elems * layout.dtype.itemsize,
+                context.config.run.job.deadlines.silence_s,
+            )
             self._look = FirstLook(context.runtime, size_bytes, context.member.emit, answer_s)
         forming = GroupForming(
             context.runtime,
             context.member,
             self._form_group,
-            survives=config.stands_in and not context.runtime.memory.shape_only,
+            survives=config.losses.stands_in and not context.runtime.memory.shape_only,
             interrupt=self._batch_gate.interrupt,
             agreement=self._agreement,
-            alone=config.num_workers == 1,
+            alone=config.run.workers == 1,
         )
         first = await forming.through(lambda group: self._group_setup(strategy, group, forming.notice))
         return GroupExchange(
@@ -183,7 +183,7 @@ class Assembly:
             partial(self._group_setup, strategy),
             partial(GroupReplica, self._replica_context(), first, whole=forming.whole, delay=strategy.delay),
             (layout.elems, config.chunk_elems),
-            None if config.split is None else part_map_of(context.member.notice.model, config.split.part),
+            None if config.run.parts == 1 else part_map_of(context.member.notice.model, config.part),
             self._look,
         )
 
@@ -191,10 +191,10 @@ class Assembly:
         """Forms the group of the workers that are in."""
         config, context = self._config, self._context
         assert config.form_group is not None
-        part = 0 if config.split is None else config.split.part  # a worker that is in has all its parts
+        part = config.part  # a worker that is in has all its parts
         names = [member_name(part, node.rank) for node in notice.nodes if node.role == "worker"]
         rank = names.index(context.runtime.node)
-        members = GroupMembers(names, rank, notice.epoch, config.deadlines.silence_s)
+        members = GroupMembers(names, rank, notice.epoch, config.run.job.deadlines.silence_s)
         return await config.form_group(
             context.runtime,
             context.endpoint,
@@ -208,9 +208,11 @@ class Assembly:
         config, layout = self._config, self._config.model.layout
         sharded = strategy.sharded
         if sharded is None:  # a user's loop may look at all parameters after another worker's death
-            alone = config.loop is None and config.split is None
+            alone = config.loop is None and config.run.parts == 1
             grouped = config.update_rule[1]
-            alone = alone and not (grouped is not None and grouped.whole_matrices) and config.codec is None
+            alone = (
+                alone and not (grouped is not None and grouped.whole_matrices) and config.run.codec is None
+            )
             sharded = group.shares_memory and alone and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
         buckets = Buckets(layout.elems, bucket_elems, group.size)
@@ -233,34 +235,34 @@ class Assembly:
             parameters=parameters,
             spare=spare,
             factors=None
-            if sharded or stand_ins or config.noise_scale or config.codec is not None
+            if sharded or stand_ins or config.run.job.noise_scale or config.run.codec is not None
             else self._sufficient_factors(strategy, group),
             stand_ins=stand_ins,
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
-            noise=self._noise(group) if config.noise_scale else None,
+            noise=self._noise(group) if config.run.job.noise_scale else None,
             coded=self._coded(group, buckets),
             low_rank=self._low_rank(group, buckets),
         )
 
     def _low_rank(self, group: Group, buckets: Buckets) -> LowRankSums | None:
         config, kept, runtime = self._config, self._remainders, self._context.runtime
-        if kept is None or not isinstance(config.codec, PowerSGD):
+        if kept is None or not isinstance(config.run.codec, PowerSGD):
             return None
         layout, left = config.model.layout, kept.vectors["residual"]
         return LowRankSums(
-            runtime, group, layout, buckets.bounds, config.codec, config.seed, left, kept.bases
+            runtime, group, layout, buckets.bounds, config.run.codec, config.run.job.seed, left, kept.bases
         )
 
     def _coded(self, group: Group, buckets: Buckets) -> CodedSums | None:
         config, runtime, kept = self._config, self._context.runtime, self._remainders
-        if kept is None or config.codec is None or isinstance(config.codec, PowerSGD):
+        if kept is None or config.run.codec is None or isinstance(config.run.codec, PowerSGD):
             return None
-        dtype, seed = config.model.layout.dtype, f"{config.seed}/{runtime.node}"
-        state = {name: kept.vectors[name] for name in config.codec.state_names}
-        return CodedSums(runtime, group, buckets.bounds, config.codec, dtype, seed, state)
+        dtype, seed = config.model.layout.dtype, f"{config.run.job.seed}/{runtime.node}"
+        state = {name: kept.vectors[name] for name in config.run.codec.state_names}
+        return CodedSums(runtime, group, buckets.bounds, config.run.codec, dtype, seed, state)
 
     def _noise(self, group: Group) -> NoiseMeter:
-        parts = 1 if self._config.split is None else self._config.split.parts
+        parts = self._config.run.parts
         return NoiseMeter(self._config.rank, group.size * parts, pieces=1, emit=self._context.member.emit)
 
     async def _common(self, group: Group, buckets: Buckets) -> tuple[Vector, Updater, Sequence[Vector]]:
@@ -271,7 +273,7 @@ class Assembly:
         config, layout = self._config, self._config.model.layout
         common = partial(group.common, layout.elems, layout.dtype)
         parameters = await common("parameters")
-        if not config.stands_in or group.size == 1:
+        if not config.losses.stands_in or group.size == 1:
             owned = buckets.owned(group.rank)
             return parameters, self._updater(self._context.runtime.memory.allocate, owned), ()
         names = config.update_rule[0].state_names
@@ -300,17 +302,17 @@ class Assembly:
         """The layers that may be exchanged as factors; None if there are none."""
         config, context = self._config, self._context
         layers = factored_layers_of(config.model)
-        alone = config.loop is None and config.split is None
+        alone = config.loop is None and config.run.parts == 1
         several = isinstance(config.plan, JoinedPlan) or not alone or bool(config.clip)
         if strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
             raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
         guessed = strategy.factors is None and context.runtime.memory.shape_only
-        if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
+        if several or not layers or config.run.workers == 1 or guessed:  # only a backward pass knows
             return None
         hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == config.role}
         near = group.shares_memory or len(hosts) == 1
-        num_workers = config.num_workers
+        num_workers = config.run.workers
         return SufficientFactors(
             context.runtime,
             group,
@@ -324,21 +326,21 @@ class Assembly:
 
     def _replica_context(self) -> ReplicaContext:
         config, context = self._config, self._context
-        served = config.strategy if isinstance(config.strategy, ServerStrategy) else None
-        quorum = None if served is None else served.quorum(config.num_workers)
-        decays = not config.workers_optimize and served is not None and served.decays_gradients
+        served = config.run.strategy if isinstance(config.run.strategy, ServerStrategy) else None
+        quorum = None if served is None else served.quorum(config.run.workers)
+        decays = not config.run.workers_optimize and served is not None and served.decays_gradients
         return ReplicaContext(
             runtime=context.runtime,
             model=config.model,
             schedule=self._source,
             gradients=self._gradients(),
             rank=config.rank,
-            num_workers=config.num_workers,
+            num_workers=config.run.workers,
             rule=LocalRule.of(
-                config.lr,
+                config.run.optimizer.lr,
                 config.update_rule,
                 config.model.layout.elems,
-                own=config.workers_optimize,
+                own=config.run.workers_optimize,
                 decays=decays,
             ),
             joins=isinstance(config.plan, JoinedPlan) and config.inner_rule is None,
@@ -362,13 +364,13 @@ class Assembly:
     def _refusals(self) -> Refusals:
         if self._config.role != "worker":
             return Refusals(lambda refused: None)  # its worker reports
-        if not self._config.skips_non_finite:
+        if self._config.run.job.non_finite != "skip":
             return Refusals()
         return Refusals(self._refused, self._context.member.sound)
 
     @property
     def _on_receipt(self) -> Callable[[Sequence[BatchRef]], None]:
-        member, strategy = self._context.member, self._config.strategy
+        member, strategy = self._context.member, self._config.run.strategy
         if self._place is not None:
             return self._place.pushed
         return (
@@ -391,7 +393,9 @@ class Assembly:
     @property
     def _agreement(self) -> Agreement | None:
         """With the other processes of this replica, where others may die and come back meanwhile."""
-        survives = (self._config.stands_in or self._config.redoes) and self._config.num_workers > 1
+        survives = (
+            self._config.losses.stands_in or self._config.losses.redoes
+        ) and self._config.run.workers > 1
         return self._place.agreement if self._place is not None and survives else None
 
     def _source_of(self, rank: int) -> GradientSource:
@@ -404,7 +408,7 @@ class Assembly:
     def _differentiator(self, schedule: Schedule, rank: int | None = None) -> Differentiator:
         config = self._config
         rank = config.rank if rank is None else rank
-        if config.measures and config.model.layout.tables:
+        if config.run.variance_test is not None and config.model.layout.tables:
             raise ConfigError(
                 "variance_test: the model has row-sparse tensors, whose gradients are not measured; leave "
                 "variance_test out, or build the embeddings with sparse=False"
@@ -415,22 +419,22 @@ class Assembly:
                 return self._local[rank]
             if config.model.layout.tables:
                 raise ConfigError(
-                    f"{type(config.strategy).__name__}: the model has row-sparse tensors, which go to servers as rows; "
-                    "build the embeddings with sparse=False, or take strategy='downpour'"
+                    f"{type(config.run.strategy).__name__}: the model has row-sparse tensors, which go to servers as "
+                    "rows; build the embeddings with sparse=False, or take strategy='downpour'"
                 )
-            steps = LocalParameters if isinstance(config.strategy, PeerStrategy) else LocalSteps
+            steps = LocalParameters if isinstance(config.run.strategy, PeerStrategy) else LocalSteps
             make = partial(steps, memory=self._context.runtime.memory, rule=config.inner_rule)
             if rank == config.rank and self._remainders is not None:
                 make = partial(make, unsent=self._remainders.vectors.get(UNSENT))
         made = make(
             config.model,
-            feed_of(config.data, unjoined(schedule.plan), rank, config.seed),
+            feed_of(config.run.job.data, unjoined(schedule.plan), rank, config.run.job.seed),
             schedule.plan,
             rank=rank,
-            seed=config.seed,
+            seed=config.run.job.seed,
             now=self._context.runtime.now,
             clip=config.clip,
-            measures=config.measures,
+            measures=config.run.variance_test is not None,
         )
         if isinstance(made, LocalSteps):
             self._local[rank] = made

@@ -12,10 +12,10 @@ from gradstream.checkpoint.snapshot import Carried, NodeSnapshots, SnapshotSourc
 from gradstream.coordinator.client.member import Member
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, awaited_later
-from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event, TransferEvent
 from gradstream.telemetry.wait_attribution import Transfer
 from gradstream.transport.base import Endpoint
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.replica.base import Replica
 
 MAX_TRANSFERS = 128
@@ -30,32 +30,28 @@ class ExchangeContext:
         runtime: runtime of the worker's node.
         endpoint: endpoint of the worker's node.
         member: the node's membership; the run has begun.
-        rank: rank of this worker.
-        part: the part of a split model that this process holds.
-        resume: where the run continues; None if it begins.
+        config: what this process has of the run's plan.
         late: whether this worker has joined after training had begun.
-        deadlines: how long the run waits for nodes that do not answer.
         init: fills a vector with the model's first parameters.
         is_lowest: whether this is the worker of the lowest rank that is still there.
         failed: reports that this node cannot continue.
-        restores_state, renumbered: see `WorkerConfig`.
         carried: what this process has of the checkpoint from which the phase goes on.
     """
 
     runtime: Runtime
     endpoint: Endpoint
     member: Member
-    rank: int
-    part: int
-    resume: Resume | None
+    config: WorkerConfig
     late: bool
-    deadlines: Deadlines
     init: Callable[[Vector], Awaitable[None]]
     is_lowest: Callable[[], bool]
     failed: Callable[[Exception], Awaitable[None]]
-    restores_state: bool = True
-    renumbered: int | None = None
     carried: Carried = field(default_factory=Carried)
+
+    @property
+    def resume(self) -> Resume | None:
+        """Where the exchange continues; None if it begins, as rounds of gradients always do."""
+        return None if self.config.run.gradients_only else self.config.run.resume
 
 
 class Exchange(ABC):

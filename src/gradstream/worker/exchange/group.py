@@ -128,7 +128,7 @@ class GroupExchange(Exchange):
         self._strategy = strategy
         self._forming = forming
         self._setup = setup
-        self._transfers = Transfers(context.rank, context.member.emit)
+        self._transfers = Transfers(context.config.rank, context.member.emit)
         self._accounted = (0, 0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
         self._place = place
@@ -192,8 +192,8 @@ class GroupExchange(Exchange):
             await context.init(self.replica.parameters)
             return
         folder, storage = context.resume.folder, context.runtime.storage
-        work, state = Work("restore", elems=len(self.replica.parameters)), context.restores_state
-        carried, version = context.carried, context.renumbered
+        work, state = Work("restore", elems=len(self.replica.parameters)), context.config.run.restores_state
+        carried, version = context.carried, context.config.run.renumbered
         await context.runtime.beside(
             lambda: source.restore(storage, folder, carried, whole=whole, state=state, version=version),
             work=work,
@@ -338,7 +338,7 @@ class GroupExchange(Exchange):
         self._accounted = (meter.num_rounds, meter.exchanged_bytes, meter.whole_bytes)
         return [
             ExchangeEvent(
-                rank=self._context.rank,
+                rank=self._context.config.rank,
                 pushed_bytes=meter.exchanged_bytes - size_bytes,
                 fetched_bytes=meter.exchanged_bytes - size_bytes,
                 whole_pushed_bytes=meter.whole_bytes - whole_bytes,

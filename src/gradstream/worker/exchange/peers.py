@@ -233,10 +233,10 @@ class PeerExchange(Exchange):
         self._strategy = strategy
         self._meetings = meetings
         self._restores = restores
-        self._transfers = Transfers(context.rank, context.member.emit)
+        self._transfers = Transfers(context.config.rank, context.member.emit)
         self._accounted = (0, 0, 0, 0)  # exchanges, bytes both ways, and those of whole vectors
         self.replica = replica(self._transfers)
-        self._states = PeerStates(context.runtime, self.replica, context.deadlines.silence_s)
+        self._states = PeerStates(context.runtime, self.replica, context.config.run.job.deadlines.silence_s)
         self._states.serve(context.endpoint)
         self._source = _PeerSnapshot(self, chunk_elems)
         self._members: Mapping[str, int] = {}
@@ -283,7 +283,7 @@ class PeerExchange(Exchange):
         context = self._context
         for name in self.others:
             try:
-                found = await copy_of(context.endpoint, name, context.deadlines.silence_s)
+                found = await copy_of(context.endpoint, name, context.config.run.job.deadlines.silence_s)
             except GONE:
                 continue
             take = partial(take_over, self.replica, found, name)
@@ -354,7 +354,12 @@ class PeerExchange(Exchange):
             if name != me:
                 try:
                     part = await elements_of(
-                        context.endpoint, name, start, part, context.deadlines.silence_s, last=last
+                        context.endpoint,
+                        name,
+                        start,
+                        part,
+                        context.config.run.job.deadlines.silence_s,
+                        last=last,
                     )
                 except GONE:
                     gone.append(name)
@@ -381,7 +386,7 @@ class PeerExchange(Exchange):
         self._accounted = now
         return [
             ExchangeEvent(
-                rank=self._context.rank,
+                rank=self._context.config.rank,
                 pushed_bytes=given,
                 fetched_bytes=taken,
                 whole_pushed_bytes=whole,

@@ -29,7 +29,6 @@ from gradstream.transport.base import Endpoint
 from gradstream.untrusted import say
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, Placement
-from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.errands import Errands
 from gradstream.worker.gradient import GradientSource
@@ -116,7 +115,6 @@ class Remainders:
 
 
 def server_exchange(
-    config: WorkerConfig,
     context: ExchangeContext,
     strategy: ServerStrategy,
     parts: ReplicaContext,
@@ -127,18 +125,18 @@ def server_exchange(
     """Makes the exchange of a worker, with a replica that sends rows where the strategy asks for it.
 
     Args:
-        config: configuration of the worker.
-        context: its place in the run.
+        context: the worker's place in the run.
         strategy: strategy of the run.
         parts: parts of its replica.
         source_of: makes the source of another rank's gradients, for which the worker may stand in.
         agreement: with the other processes of its replica; None if there are none.
         remainders: what the codec keeps; None without one.
     """
+    config = context.config
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
     make, rows = partial(kind, parts), row_spec_for(config)
-    for name, codec in (("codec", config.codec), ("fetch_codec", config.fetch_codec)):
+    for name, codec in (("codec", config.run.codec), ("fetch_codec", config.run.fetch_codec)):
         if rows is not None and codec is not None:
             raise ConfigError(
                 f"{name}={codec}: the model has row-sparse tensors, of which only changed rows are sent; "
@@ -147,29 +145,25 @@ def server_exchange(
     exchange = ServerExchange(
         context,
         strategy,
-        config.model.layout,
-        config.chunk_elems,
         make,
         rows,
-        _codec_of(config, context, remainders),
-        config.fetch_codec,
+        _codec_of(context, remainders),
     )
-    if config.stands_in:
+    if config.losses.stands_in:
         kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
         exchange.let_stand_in(parts, source_of, kind_of)
-    if config.redoes:
+    if config.losses.redoes:
         exchange.redo_torn(parts, agreement)
     return exchange
 
 
-def _codec_of(
-    config: WorkerConfig, context: ExchangeContext, kept: Remainders | None
-) -> Callable[[ChunkMap], PushCodec] | None:
+def _codec_of(context: ExchangeContext, kept: Remainders | None) -> Callable[[ChunkMap], PushCodec] | None:
     """Makes what encodes this worker's pushes, for a chunk map; None where they are not encoded."""
-    if kept is None or config.codec is None or isinstance(config.codec, PowerSGD):
+    config = context.config
+    if kept is None or config.run.codec is None or isinstance(config.run.codec, PowerSGD):
         return None
-    runtime, codec, dtype = context.runtime, config.codec, config.model.layout.dtype
-    seed = f"{config.seed}/{runtime.node}"
+    runtime, codec, dtype = context.runtime, config.run.codec, config.model.layout.dtype
+    seed = f"{config.run.job.seed}/{runtime.node}"
     return lambda chunks: PushCodec(runtime, chunks, codec, dtype, seed, kept.vectors)
 
 
@@ -179,12 +173,9 @@ class ServerExchange(Exchange):
     Args:
         context: the worker's place in the run.
         strategy: strategy of the run.
-        layout: layout of the model's flat vector.
-        chunk_elems: number of elements of a chunk.
         replica: makes the replica for a client of all shards.
         rows: rows of the model, where only changed rows are exchanged; else None.
         codec: makes what encodes pushes, for the chunk map; None where they are not encoded.
-        fetch_codec: see `ServerClient`.
     """
 
     replica: ServerReplica
@@ -195,25 +186,30 @@ class ServerExchange(Exchange):
         self,
         context: ExchangeContext,
         strategy: ServerStrategy,
-        layout: Layout,
-        chunk_elems: int,
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
         codec: Callable[[ChunkMap], PushCodec] | None = None,
-        fetch_codec: Codec | None = None,
     ) -> None:
         super().__init__(context)
         self._strategy = strategy
-        self._accounts = TrafficReports(context.rank)
-        self._transfers = Transfers(context.rank, context.member.emit)
+        config, layout = context.config, context.config.model.layout
+        self._accounts = TrafficReports(context.config.rank)
+        self._transfers = Transfers(context.config.rank, context.member.emit)
 
         def placed(notice: v1.Notice) -> Placement:
-            return Placement.of(notice.placement).of_part(context.part, max(1, len(notice.model.parts)))
+            return Placement.of(notice.placement).of_part(
+                context.config.part, max(1, len(notice.model.parts))
+            )
 
         placement = placed(context.member.notice)
-        chunks = placement.chunk_map(layout.elems, chunk_elems)
+        chunks = placement.chunk_map(layout.elems, config.chunk_elems)
         links = ShardLinks(
-            context.runtime, context.endpoint, placement, chunks, context.deadlines, self._transfers
+            context.runtime,
+            context.endpoint,
+            placement,
+            chunks,
+            context.config.run.job.deadlines,
+            self._transfers,
         )
         context.member.listen(lambda notice: links.move(placed(notice)))
         back_buffer = context.runtime.memory.allocate(
@@ -228,7 +224,7 @@ class ServerExchange(Exchange):
             back_buffer,
             None if rows is None else RowMap.of(chunks, rows),
             None if codec is None else codec(chunks),
-            fetch_codec,
+            config.run.fetch_codec,
         )
         self._layout = layout
         self.replica = replica(self._client)

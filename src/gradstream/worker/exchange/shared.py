@@ -29,7 +29,6 @@ from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.shared import SharedReplica, SharedWords
@@ -45,21 +44,21 @@ _TORCH = {
 
 
 async def form_shared(
-    context: ExchangeContext, parts: ReplicaContext, strategy: SharedMemoryStrategy, config: WorkerConfig
+    context: ExchangeContext, parts: ReplicaContext, strategy: SharedMemoryStrategy
 ) -> SharedExchange:
-    """Makes the exchange, together with all other workers: they map the memory that they share.
+    """Makes the exchange, together with all other workers: they map the memory that they share, and sparse data in it.
 
     Args:
         context: the worker's place in the run.
         parts: parts of the replica.
         strategy: strategy of the run.
-        config: configuration of the worker. Its sparse data are put into shared memory, once for all workers.
 
     Raises:
         ConfigError: the workers are not on one machine; or gradients are to be clipped, and a sparse model has none.
         PeerLostError, DeadlineError: a worker was lost before all had mapped the memory.
     """
-    model, data = config.model, config.data
+    config = context.config
+    model, data = config.model, config.run.job.data
     if config.clip and isinstance(model, SparseModel):
         raise ConfigError(
             f"{config.clip} with a sparse model: each sample is an update, and is not clipped; leave it out"
@@ -67,17 +66,17 @@ async def form_shared(
     runtime, member = context.runtime, context.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
     names, epoch = names_of(member.notice.nodes, "worker"), member.notice.epoch
-    members = GroupMembers(names, context.rank, epoch, context.deadlines.silence_s)
+    members = GroupMembers(names, config.rank, epoch, config.run.job.deadlines.silence_s)
     window = await open_shared_window(runtime, context.endpoint, members, on_event=member.emit)
     try:
         layout = model.layout
         parameters = await window.common(layout.elems, layout.dtype, "parameters")
-        words = await SharedWords.of(window, context.rank, parts.num_workers, layout.elems)
+        words = await SharedWords.of(window, config.rank, parts.num_workers, layout.elems)
         sparse = await _SharedData.of(window, data) if real and isinstance(data, SparseDataset) else None
     except BaseException:
         await window.close()
         raise
-    waits = Waits(runtime, member, words, context.deadlines.silence_s)
+    waits = Waits(runtime, member, words, config.run.job.deadlines.silence_s)
     replica = SharedReplica(parts, parameters, words, waits.unlock, alone=not real)
     snapshot_source = _SharedSnapshot(replica, member, layout, config.chunk_elems)
     return SharedExchange(context, strategy, window, replica, snapshot_source, sparse)
@@ -170,7 +169,7 @@ class SharedExchange(Exchange):
         staleness = self.replica.take_staleness()
         num = sum(staleness.values())
         event = ExchangeEvent(
-            rank=self._context.rank,
+            rank=self._context.config.rank,
             pushed_bytes=0,
             fetched_bytes=0,
             pushes=num,

@@ -35,11 +35,11 @@ class HybridGradients(AgreedSource):
 
     def __init__(self, config: WorkerConfig, runtime: Runtime, model: PartModel, *place: Any) -> None:
         super().__init__(config, runtime, model, *place)
-        assert config.split is not None and config.plan is not None
-        assert isinstance(model, HybridModel) and isinstance(config.split.pipeline, Hybrid)
+        assert config.plan is not None
+        assert isinstance(model, HybridModel) and isinstance(config.run.job.pipeline, Hybrid)
         self._hybrid = model
-        self._kind = config.split.pipeline.turns
-        self._reader_of = partial(feed_of, config.data, config.plan, seed=config.seed)
+        self._kind = config.run.job.pipeline.turns
+        self._reader_of = partial(feed_of, config.run.job.data, config.plan, seed=config.run.job.seed)
         self._reader = self._reader_of(rank=config.rank)
 
     def of_rank(self, rank: int, feed: Feed | None) -> HybridGradients:

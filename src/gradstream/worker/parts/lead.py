@@ -14,10 +14,11 @@ import torch
 
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
+from gradstream.job.plan import EvaluationPlan
 from gradstream.runtime.base import Runtime
 from gradstream.split.part_model import PartModel
 from gradstream.worker.batch_gate import BatchGate
-from gradstream.worker.evaluation import DueEvaluations, EvaluationPlan
+from gradstream.worker.evaluation import DueEvaluations
 from gradstream.worker.gradient import Clip
 from gradstream.worker.parts.agreement import Agreed, Agreement, BatchAdmission, at_once
 from gradstream.worker.parts.channel import PartChannel

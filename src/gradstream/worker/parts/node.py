@@ -252,14 +252,14 @@ class PartNode:
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig) -> None:
-        assert config.split is not None and config.plan is not None and isinstance(config.model, PartModel)
+        assert config.plan is not None and isinstance(config.model, PartModel)
         self._runtime = runtime
         self._endpoint = endpoint
         self._member = member
         self._config = config
         self._model = config.model
-        self._names = replica_of(config.rank, config.split.parts)
-        limits = config.deadlines.silence_s, config.micro_batch_samples
+        self._names = replica_of(config.rank, config.run.parts)
+        limits = config.run.job.deadlines.silence_s, config.micro_batch_samples
         self._channel = PartChannel(runtime, endpoint, self._names, config.model, self._failed, *limits)
         self._gate = FollowerGate(runtime.node)
         self._follower = PartFollower(self._channel, self._model, self._gate)
@@ -267,10 +267,10 @@ class PartNode:
         self._source = FollowedSchedule(
             plan=config.plan,
             rank=config.rank,
-            epochs=config.epochs,
-            steps=config.steps,
-            lr=config.lr,
-            num_steps=config.num_steps,
+            epochs=config.run.job.epochs,
+            steps=config.run.steps_left,
+            lr=config.run.optimizer.lr,
+            num_steps=config.run.job.steps,
             first_version=first_version_of(config),
             follower=self._follower,
         )
@@ -303,7 +303,6 @@ class PartNode:
 
     async def _train(self) -> None:
         config, member, runtime = self._config, self._member, self._runtime
-        assert config.split is not None
         await member.training()
         await member.heard(lambda: self._is_whole() or member.notice.phase == v1.Notice.FINISHED)
         if not self._is_whole():
@@ -315,17 +314,13 @@ class PartNode:
             runtime=runtime,
             endpoint=self._endpoint,
             member=member,
-            rank=config.rank,
-            part=config.split.part,
-            resume=config.resume,
+            config=config,
             late=member.since > 0,
-            deadlines=config.deadlines,
             init=init_of(config, runtime),
             is_lowest=self._is_lowest,
             failed=self._failed,
         )
         assembly = Assembly(
-            config,
             context,
             self._source,
             self._gate,
@@ -377,9 +372,9 @@ class PartNode:
         elif turn.kind == "send":
             await send_parameters(self._channel, replica.parameters.tensor)
         else:
-            own = isinstance(self._config.strategy, ServerStrategy) and turn.newest
+            own = isinstance(self._config.run.strategy, ServerStrategy) and turn.newest
             parameters = await replica.newest() if own else replica.parameters.tensor
-            for size in test_sizes(self._config.data):
+            for size in test_sizes(self._config.run.job.data):
                 result = await compute_outputs(
                     self._runtime, self._model, self._channel, parameters, size, None
                 )

@@ -88,9 +88,9 @@ async def begin_predictors(
     if not isinstance(gradients, DecoupledGradients):
         return
     endpoint.serve("predictors", answering(gradients.state), model=False)
-    assert config.split is not None and isinstance(config.split.pipeline, SyntheticGradients)
-    resume, node = config.resume, runtime.node
-    if late or resume is None or resume.predictors != config.split.pipeline.of_parts(config.split.parts):
+    assert isinstance(config.run.job.pipeline, SyntheticGradients)
+    resume, node = config.run.resume, runtime.node
+    if late or resume is None or resume.predictors != config.run.job.pipeline.of_parts(config.run.parts):
         return
     read = partial(read_own, runtime.storage, resume.folder, "predictors", node)
     found = await runtime.beside(read, work=Work("restore"))
@@ -115,16 +115,15 @@ def gradients_of(
     feed: Feed | None,
 ) -> PartSource:
     """The gradients of one part. For the arguments, see `PartSource`."""
-    assert config.split is not None
     kind: type[PartSource]
-    match config.split.pipeline:
+    match config.run.job.pipeline:
         case SyntheticGradients():
             kind = DecoupledGradients
         case Hybrid():
             kind = HybridGradients
         case name:
             kind = StreamedGradients if name in STREAMING else PartGradients
-    channel = channel.encoded(config.split.pipeline_dtype)
+    channel = channel.encoded(config.run.job.pipeline_dtype)
     source = kind(config, runtime, model, channel, agreement, feed)
     if not isinstance(source, AgreedSource):
         source.redoing = RedoneGradients(config, runtime, model, channel.beside(), agreement, feed)

@@ -87,9 +87,8 @@ class StreamedGradients(PartSource):
 
     def __init__(self, config: WorkerConfig, *place: Any) -> None:
         super().__init__(config, *place)
-        assert config.split is not None
-        self.name, self.micro_batches = str(config.split.pipeline), config.split.micro_batches
-        self.recompute = config.split.recompute
+        self.name, self.micro_batches = str(config.run.job.pipeline), config.run.job.micro_batches
+        self.recompute = config.run.job.recompute
         self._agreement.window = Window(ahead_of(self.name, self.model, self.micro_batches))
         self._stream: _Stream | None = None
 

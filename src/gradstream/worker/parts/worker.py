@@ -50,16 +50,16 @@ class Lead:
         gate: BatchGate,
         failed: Callable[[Exception], Awaitable[None]],
     ) -> None:
-        assert config.split is not None and isinstance(config.model, PartModel)
+        assert isinstance(config.model, PartModel)
         self._runtime = runtime
         self._endpoint = endpoint
         self._member = member
         self._config = config
         self._model = config.model
-        self._names = replica_of(config.rank, config.split.parts)
-        limits = config.deadlines.silence_s, config.micro_batch_samples
+        self._names = replica_of(config.rank, config.run.parts)
+        limits = config.run.job.deadlines.silence_s, config.micro_batch_samples
         self._channel = PartChannel(runtime, endpoint, self._names, config.model, failed, *limits)
-        self.parts = PartLead(self._channel, config.model, config.split.parts, gate, member)
+        self.parts = PartLead(self._channel, config.model, config.run.parts, gate, member)
         self.close = self._channel.close
 
     async def begin(self) -> None:
@@ -125,7 +125,7 @@ class Lead:
 
 def _feed(config: WorkerConfig, rank: int) -> Feed:
     assert config.plan is not None
-    return feed_of(config.data, config.plan, rank, config.seed)
+    return feed_of(config.run.job.data, config.plan, rank, config.run.job.seed)
 
 
 def _read(data: Dataset, ids: Ids, report: object) -> Batch:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Literal, cast
 
 from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy
@@ -25,14 +26,17 @@ from gradstream.data.progress import DataProgress
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.descriptions import describe
-from gradstream.job.job import Job, is_open_ended
+from gradstream.job.job import Job, OwnData, is_open_ended
+from gradstream.job.metrics import Metric
 from gradstream.job.phase_jobs import AUTO, MEASURES
+from gradstream.job.registry import name_of
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup
 from gradstream.optim.merge import Outer, PassSum, Replace
+from gradstream.optim.schedules import Position
 from gradstream.pipeline.synthetic import SyntheticGradients
-from gradstream.split.part_model import PartModel
+from gradstream.split.part_model import PartModel, whole_layout_of
 from gradstream.strategies.base import (
     GroupStrategy,
     PeerStrategy,
@@ -47,9 +51,6 @@ from gradstream.wire.chunks import (
     parted_chunk_elems,
     shared_chunk_elems,
 )
-from gradstream.worker.evaluation import EvaluationPlan
-from gradstream.worker.loop import OwnData
-from gradstream.worker.registration import whole_layout_of
 
 
 def shard_name(rank: int) -> str:
@@ -60,6 +61,33 @@ def shard_name(rank: int) -> str:
 def worker_name(rank: int) -> str:
     """Node name of a worker."""
     return f"worker-{rank}"
+
+
+Every = int | Literal["epoch"]
+"""Number of steps between two evaluations; or "epoch" for one after each data epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """When a run evaluates its model, and by which metrics.
+
+    Args:
+        every: see `Every`; None for never.
+        metrics: the user's metrics, by name.
+        goals: what of an evaluation ends the run: "accuracy", "test_loss".
+        keep_best: whether the parameters with the best evaluation are kept.
+        until: says which evaluation is the best, where it monitors a figure.
+    """
+
+    every: Every | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    goals: Collection[str] = ()
+    keep_best: bool = False
+    until: Until | None = None
+
+    def period(self, position: Position) -> int | None:
+        """Number of steps between two evaluations; None for no evaluations."""
+        return position.steps_per_epoch if self.every == "epoch" else self.every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +196,30 @@ class RunPlan:
         return f"{'outer ' * isinstance(rule, Outer)}{name} ({', '.join(rule.state_names)})"
 
     @property
+    def restores_state(self) -> bool:
+        """Whether the optimizer state of the checkpoint is that of the run's rule.
+
+        A phase may have another rule, and so may a resumed job.
+        A batch method begins anew in each phase: the one before may have ended, or had other options.
+        """
+        resume = self.resume
+        if resume is None:
+            return True
+        begins = self.whole is not None and self.phase.number != resume.phase.number
+        return resume.rule == self.rule_name and not (self.strategy.in_passes and begins)
+
+    @property
+    def renumbered(self) -> int | None:
+        """The version of all chunks of the checkpoint, in rounds that follow another strategy; else None.
+
+        Versions of rounds are the numbers of the rounds, and those of another strategy count pushes.
+        """
+        resume = self.resume
+        if resume is None or self.whole is None or self.strategy.partitioning != "rounds":
+            return None
+        return None if resume.strategy == name_of(self.strategy) else resume.rounds
+
+    @property
     def replicas(self) -> str:
         """Names what a checkpoint has of each worker that has parameters of its own; "" if there are none."""
         if not isinstance(self.strategy, PeerStrategy):
@@ -209,6 +261,11 @@ class RunPlan:
         measures = self.whole.phases[number - 1] == MEASURES
         epoch = samples and -(-samples // joined)
         return LinkChoice(workers, self._joined, epoch, only_measures=measures, balanced=self.balanced)
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether workers look at their links before the first minibatch: see `worker.exchange.group.FirstLook`."""
+        return self.link_choice is not None and self.link_choice.only_measures
 
     @property
     def phase_until(self) -> Until | None:
