@@ -35,8 +35,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from common import RESULTS, ROOT, command_line, keep, origin
 from gradstream.run.local.environment import node_environment
-from records import RESULTS, ROOT, command_line, origin
 
 RANK = Path(__file__).with_name("allreduce_rank.py")
 SIZES = (1_000, 250_000, 11_000_000, 74_770_901)
@@ -241,7 +241,7 @@ def main() -> None:
             "by_ranks": found,
         }
         path = RESULTS / "allreduce-shared.json"
-        path.write_text(json.dumps(record, indent=2) + "\n")
+        keep(path, record)
 
 
 if __name__ == "__main__":

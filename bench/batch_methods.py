@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from common import RESULTS, command_line, keep, origin
 from gradstream.job.files import load_job
 from gradstream.testing.runs import least_squares
-from records import RESULTS, command_line, origin
 
 PAIRS, L2, PASSES, TURNS = 10, 1e-3, 60, 3
 PORTIONS = 16
@@ -218,7 +218,7 @@ def main() -> None:
     for name, (inputs, targets) in problems(given.data).items():
         record[name] = measured(name, given.data, inputs, targets)
         print(name, json.dumps(record[name], indent=1))
-    (RESULTS / "batch-methods.json").write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULTS / "batch-methods.json", record)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import RESULTS, ROOT, command_line, keep_part, kept, now, origin
 from gradstream.machine.description import git_commit
 from gradstream.run.local.environment import node_environment
-from records import RESULTS, ROOT, command_line, now, origin
 
 WORKERS = 2
 CHUNK_ELEMS = 1 << 20  # over shared memory a chunk costs more than its elements
@@ -213,16 +213,15 @@ def keep(given: argparse.Namespace, results: dict[str, Any]) -> None:
             f"{name:18s} {row['samples_per_s']:9.0f}  {ratio:>5s}  {row['train_s']:7.1f}  "
             f"{row['accuracy']:8.3f}  {peak}"
         )
-    seeded = f"-seed{given.seed}" if given.seed else ""
-    path = RESULTS / f"caltech101-{given.model}{seeded}.json"
-    if given.only and path.exists():  # rows measured before stay, with their own date and commit
-        results = {**json.loads(path.read_text())["rows"], **results}
+    path, part = RESULTS / "caltech101.json", f"{given.model}, seed {given.seed}"
+    if given.only and part in kept(path):  # rows measured before stay, with their own date and commit
+        results = {**kept(path)[part]["rows"], **results}
     record = {
         **origin(node_environment(WORKERS)),
         "arguments": vars(given),
         "rows": results,
     }
-    path.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    keep_part(path, part, record)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import grpc.aio
 import numpy as np
 import torch
 
+from common import RESULTS, command_line, keep, origin
 from gradstream.errors import GradstreamError
 from gradstream.memory import Vector
 from gradstream.run.local.environment import node_environment
@@ -45,7 +46,6 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
-from records import RESULTS, command_line, origin
 
 SECRET = b"the same for all nodes of a bench"
 SIZES = [1 << exponent for exponent in range(10, 27, 2)]
@@ -394,7 +394,7 @@ def main() -> None:
             "repeats": given.repeats,
             "median_s": found,
         }
-        (RESULTS / "carriers.json").write_text(json.dumps(record, indent=2) + "\n")
+        keep(RESULTS / "carriers.json", record)
         try:
             plot(found, RESULTS / "carriers.png")
         except ImportError:

@@ -12,7 +12,6 @@ The median of `--repeats` rounds, in each of which all take a turn.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -23,9 +22,9 @@ from typing import Any
 import torch
 
 import gradstream as gs
+from common import RESULTS, command_line, keep, origin
 from gradstream.codec.base import Codec
 from gradstream.job.registry import CODECS, find_codec
-from records import RESULTS, command_line, origin
 
 CHUNK_ELEMS = 1 << 18
 
@@ -134,7 +133,7 @@ def main() -> None:
             f"decode {row['decode_gb_s']:5.2f} GB/s, pays below {row['pays_below_mbit_s']:7.0f} Mbit/s"
         )
     if options.out:
-        Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
+        keep(Path(options.out), record)
 
 
 if __name__ == "__main__":

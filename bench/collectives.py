@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from common import RESULTS, ROOT, command_line, keep, now
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.group import Group
 from gradstream.machine.description import describe_machine, git_commit
@@ -35,7 +36,6 @@ from gradstream.run.local.environment import node_environment
 from gradstream.runtime import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.machines import Machines, unavailable
-from records import RESULTS, ROOT, command_line, now
 
 SIZES = (1_000, 250_000, 11_000_000)
 ROUNDS = 3  # of processes, alternating with gloo's
@@ -64,8 +64,7 @@ def main() -> None:
         **describe_machine(node_environment(4)),
         "load_average": os.getloadavg(),
     }
-    (RESULTS / "collectives.json").write_text(json.dumps(figures, indent=1) + "\n")
-    plot_loopback(figures["loopback"], RESULTS / "collectives.png")
+    keep(RESULTS / "collectives.json", figures)
 
 
 # ---- virtual time ----------------------------------------------------------------------------
@@ -199,30 +198,6 @@ def gloo_rank(folder: Path, rank: int, ranks: int, elements: int) -> None:
         times_s.append(time.perf_counter() - begun)
     (folder / f"times-{rank}.json").write_text(json.dumps(times_s[2:]))
     distributed.destroy_process_group()
-
-
-def plot_loopback(rows: list[dict[str, Any]], path: Path) -> None:
-    """Measured (dots) and predicted (lines) over tcp, gloo beside."""
-    pyplot = pyplot_without_a_screen()
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for axes, ranks in zip(panels, (2, 4), strict=True):
-        own = [row for row in rows if row["ranks"] == ranks]
-        axes.plot([row["elements"] for row in own], [row["gloo_s"] for row in own], "k--x", label="gloo")
-        for how in ALGORITHMS:
-            name = f"tcp {how}"
-            dots = [(row["elements"], row["median_s"][name]) for row in own if name in row["median_s"]]
-            (line,) = axes.plot(*zip(*dots, strict=True), "o", label=how)
-            formula = [(row["elements"], row["predicted_s"][name]) for row in own if name in row["median_s"]]
-            axes.plot(*zip(*formula, strict=True), color=line.get_color(), alpha=0.5)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel(f"elements, {ranks} ranks over tcp on loopback")
-        axes.grid(visible=True, alpha=0.3)
-    panels[0].set_ylabel("seconds")
-    panels[1].legend(fontsize=8)
-    figure.suptitle("Allreduce: dots are measured, lines predicted from measured alpha and beta")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def pyplot_without_a_screen() -> Any:

@@ -24,7 +24,6 @@ it with machine, commit and date in bench/results/.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -35,8 +34,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import RESULTS, ROOT, command_line, keep_part, origin
 from gradstream.run.local.environment import node_environment
-from records import RESULTS, ROOT, command_line, origin
 
 WORKERS, BATCH = 2, 256
 STEPS = {"large": 5, "cnn": 8}  # of a window: five seconds and more
@@ -249,8 +248,7 @@ def keep(given: argparse.Namespace, rounds: list[dict[str, float]]) -> None:
     }
     if given.only:
         return  # a part of a table is not kept
-    path = RESULTS / f"data-parallel-{given.model}.json"
-    path.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    keep_part(RESULTS / "data-parallel.json", given.model, record)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from common import RESULTS, ROOT, command_line, keep, origin
 from gradstream.model import Batch
 from gradstream.model.device_model import on_device
-from records import RESULTS, ROOT, command_line, origin
 
 sys.path.insert(0, str(ROOT / "examples"))
 import caltech101
@@ -142,7 +142,7 @@ def main() -> None:
     }
     print(json.dumps(record, indent=1))
     if given.out:
-        Path(given.out).write_text(json.dumps(record, indent=1) + "\n")
+        keep(Path(given.out), record)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import json
 import os
 import platform
 import statistics
@@ -29,11 +28,11 @@ import grpc
 import grpc.aio
 import torch
 
+from common import RESULTS, command_line, keep
 from gradstream.runtime import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.wire import v1
-from records import RESULTS, command_line
 
 SECRET = b"the same for all nodes of a bench"
 MESSAGE_BYTES = 1 << 20  # where a bare stream is fastest
@@ -349,7 +348,7 @@ def main() -> None:
     result["load_average"] = os.getloadavg()
     result["date"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "grpc_bulk.json").write_text(json.dumps(result, indent=1) + "\n")
+    keep(RESULTS / "grpc_bulk.json", result)
     if arguments.sweep:
         plot(result["sweep_gb_s"], RESULTS / "grpc_bulk.png")
     rates = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in result["gb_s"].items())

@@ -18,7 +18,6 @@ what the house around costs.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 
 import gradstream as gs
+from common import RESULTS, ROOT, command_line, keep, kept, now
 from gradstream import sparse
 from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine, git_commit
@@ -42,7 +42,6 @@ from gradstream.run.local.environment import node_environment
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import LOOKS, UPDATES, num_locks
-from records import RESULTS, ROOT, command_line, now
 
 RATES = (0.5, 0.45, 0.405)
 WAITING = ("lock", "short_lock", "round_robin")  # of `UPDATES`: what HOGWILD! does without
@@ -316,8 +315,7 @@ def main() -> None:
     )
     if not arguments.no_record:
         path = RESULTS / "hogwild.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(path.relative_to(ROOT))
+        keep(path, {"earlier": kept(path).get("latest"), "latest": result})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from common import RESULTS, ROOT, command_line, keep, now
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import GroupMembers
 from gradstream.machine.description import describe_machine, git_commit
@@ -35,7 +35,6 @@ from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.methods import METHODS, Method
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
-from records import RESULTS, ROOT, command_line, now
 
 ROUND_TRIP_S = 0.1
 RATE_BIT_S = 1e9
@@ -82,7 +81,7 @@ def main() -> None:
     for name in ("net/ipv4/tcp_wmem", "net/ipv4/tcp_rmem", "net/ipv4/tcp_congestion_control"):
         figures[name] = Path("/proc/sys", name).read_text().split()
     figures |= {"date": now(), "commit": git_commit(ROOT), **describe_machine(node_environment(2))}
-    (RESULTS / "long-link.json").write_text(json.dumps(figures, indent=1) + "\n")
+    keep(RESULTS / "long-link.json", figures)
 
 
 def measured(machines: Machines, carrier: str, count: int) -> float:

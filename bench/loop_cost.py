@@ -22,8 +22,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from common import RESULTS, ROOT, command_line, keep, origin
 from gradstream.run.local.environment import node_environment
-from records import RESULTS, ROOT, command_line, origin
 
 RESULT = RESULTS / "loop-cost.json"
 BATCH, WARM, GOAL = 256, 3, 1.03
@@ -132,7 +132,7 @@ def main() -> None:
         "goal": GOAL,
         "rows": rows,
     }
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULT, record)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ keeps them with machine, commit and date in bench/results/overlap.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -34,11 +33,11 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from common import RESULTS, ROOT, command_line, keep, now
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.result import Run
 from gradstream.strategies import AllReduce
 from gradstream.testing.machines import Machine, Machines, unavailable
-from records import RESULTS, ROOT, command_line, now
 
 WORKERS, BATCH, CLASSES = 2, 16, 10
 LAYERS, CHANNELS, PIXELS = 24, 128, 8
@@ -208,7 +207,7 @@ def main() -> None:
         "torch": torch.__version__,
         "machine": describe_machine({})["machine"],
     }
-    (RESULTS / "overlap.json").write_text(json.dumps(record, indent=2) + "\n")
+    keep(RESULTS / "overlap.json", record)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import server_bulk
+from common import RESULTS, command_line, keep_part, origin
 from gradstream.run.local.environment import node_environment
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
@@ -31,7 +32,6 @@ from gradstream.server.client.links import ShardLinks
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from gradstream.wire.chunks import ChunkMap, Placement
-from records import command_line, origin
 
 ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02
 
@@ -90,11 +90,10 @@ def main() -> None:
     carrier = parser.parse_args().carrier
     sys.setswitchinterval(2e-4)
     torch.set_num_threads(1)
-    here = Path(__file__).resolve().parent
     server = subprocess.Popen(
         [
             sys.executable,
-            str(here / "server_bulk.py"),
+            str(Path(__file__).resolve().with_name("server_bulk.py")),
             "--elems",
             str(ELEMS),
             "--carrier",
@@ -120,9 +119,7 @@ def main() -> None:
         "carrier": carrier,
         "rows": rows,
     }
-    (here / "results").mkdir(exist_ok=True)
-    kind = "" if carrier == "grpc" else f"-{carrier}"
-    (here / "results" / f"ping-behind-bulk{kind}.json").write_text(json.dumps(record, indent=2) + "\n")
+    keep_part(RESULTS / "ping-behind-bulk.json", carrier, record)
 
 
 if __name__ == "__main__":

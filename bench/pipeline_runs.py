@@ -17,7 +17,6 @@ torch's 1F1B, zero-bubble beside it too).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -37,10 +36,10 @@ from torch.distributed.pipelining import (
 )
 
 import gradstream as gs
+from common import RESULTS, ROOT, command_line, keep_part, kept, now
 from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.pipeline.schedule import FLUSHING
-from records import RESULTS, ROOT, command_line, now
 
 WIDTH, LAYERS, SAMPLES, PARTS, SKIPPED, LR = 1024, 8, 256, 2, 10, 0.001
 ROWS = 8192
@@ -198,9 +197,8 @@ def main() -> None:
             f"({row['share_of_passes']:.2f} without the update's {1e3 * row['update_s']:.1f} ms); torch "
             f"{1e3 * row['torch_s']:6.1f} ms, {row['torch_ratio']:.2f} times ours"
         )
-    size = "" if asked.samples == SAMPLES else f"-{asked.samples}"
-    path, commit = RESULTS / f"pipeline-runs{size}.json", git_commit(ROOT)
-    before = json.loads(path.read_text()) if path.exists() else {"commit": ""}
+    path, commit, part = RESULTS / "pipeline-runs.json", git_commit(ROOT), f"{asked.samples} samples"
+    before = kept(path).get(part, {"commit": ""})
     same_code = str(before["commit"]).strip("+") == str(commit).strip("+")  # "+": the record itself differs
     if same_code and before["steps"] == asked.steps and before["repeats"] == asked.repeats:
         found = {**before["found"], **found}  # by another call with --only
@@ -216,7 +214,7 @@ def main() -> None:
         "repeats": asked.repeats,
         "found": {name: found[name] for name in MICRO_BATCHES if name in found},
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    keep_part(path, part, record)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from common import RESULTS, ROOT, command_line, keep, now
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.pipeline.executor import TensorTransfer, run_schedule
 from gradstream.pipeline.schedule import make_schedule
 from gradstream.split.plan import SplitPlan
 from pipeline_layers import chain_of_layers
-from records import RESULTS, ROOT, command_line, now
 
 LAYERS, SAMPLES, MICRO_BATCHES = 4, 32, 8  # layers of a stage, samples of a micro-batch
 TORCHS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -209,7 +209,7 @@ def main() -> None:
         "micro_batches": MICRO_BATCHES,
         "found": found,
     }
-    (RESULTS / "pipeline-stages.json").write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULTS / "pipeline-stages.json", record)
 
 
 if __name__ == "__main__":

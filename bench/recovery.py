@@ -41,6 +41,7 @@ from torch import nn
 
 import gradstream as gs
 import recovery_peer
+from common import RESULTS, ROOT, command_line, keep, kept, now
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine, git_commit
@@ -48,7 +49,6 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
-from records import RESULTS, ROOT, command_line, now
 
 RESULT = RESULTS / "recovery.json"
 STEP_S, LEASE_S = 0.02, 2.0
@@ -324,11 +324,11 @@ def main() -> None:
         found |= {"load_after": round(os.getloadavg()[0], 1), "commit": commit}
         found["date"] = now()
         print(name, json.dumps({key: value for key, value in found.items() if key != "each"}), flush=True)
-        record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {"pieces": {}}
+        record: dict[str, Any] = {"pieces": {}} | kept(RESULT)
         record["pieces"][name] = found
         record |= {key: found[key] for key in ("date", "commit")}
         record |= {"step_s": STEP_S, "lease_s": LEASE_S, "machine": describe_machine({})["machine"]}
-        RESULT.write_text(json.dumps(record) + "\n")
+        keep(RESULT, record)
 
 
 if __name__ == "__main__":

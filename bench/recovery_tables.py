@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from marks import table
+from common import table
 
 STRATEGIES = ("downpour", "synchronous", "allreduce")
 TORCHFT = ("torchft, as in its README", "torchft, heartbeat 1 s", "torchft, from Python")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from common import RESULTS, ROOT, command_line, keep, origin
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import GroupMembers
 from gradstream.coordinator.nodes import COORDINATOR
@@ -32,7 +32,6 @@ from gradstream.transport.base import Identity
 from gradstream.transport.carriers import RoutedEndpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint
-from records import RESULTS, ROOT, command_line, origin
 
 ELEMS, TIMES, PORT, NET = 5_000_000, 7, 7000, "10.77.0"
 NODES = (COORDINATOR, "worker-0", "worker-1")
@@ -64,7 +63,7 @@ def main() -> None:
             }
             print(f"{rate:8s} {way:8s} {took_s:6.2f} s, {bound_s / took_s:.2f} of the bound", flush=True)
     record = {"elems": ELEMS, "rows": rows, **origin()}
-    (RESULTS / "relayed.json").write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULTS / "relayed.json", record)
 
 
 def measured(machines: Machines, carrier: str) -> float:

@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from common import RESULTS, keep
 from gradstream.job.files import load_job
 from gradstream.machine.description import describe_machine
 from gradstream.run.local.environment import node_environment
-from records import RESULTS
 
 SPEC = Path("row_sparse.json")  # in the working directory: nodes read this file again
 TOUCHED = 100
@@ -150,7 +150,7 @@ def main() -> None:
         "commit": commit,
         "utc": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    keep(out, record)
     for name in ("pushed_ratio", "fetched_ratio", "lo_ratio", "speedup"):
         print(f"{name:14} {record[name]:.3f}" if record[name] else f"{name:14} not measured")
     print(

@@ -36,6 +36,7 @@ import grpc.aio
 import numpy as np
 import torch
 
+from common import RESULTS, command_line, keep_part, origin
 from gradstream.memory import Vector
 from gradstream.optim import SGD
 from gradstream.run.local.environment import node_environment
@@ -51,7 +52,6 @@ from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
 from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, Placement, shared_chunk_elems
-from records import RESULTS, command_line, origin
 
 SECRET = b"the same for all nodes of a bench"
 MESSAGE_BYTES = 1 << 20
@@ -321,8 +321,7 @@ def main() -> None:
         "chunk_elems": given.chunk,
         "memory": memory,
     }
-    kind = "" if given.carrier == "grpc" else f"{given.carrier}-"
-    (RESULTS / f"server-bulk-{kind}{given.elems}.json").write_text(json.dumps(record, indent=2) + "\n")
+    keep_part(RESULTS / "server-bulk.json", f"{given.carrier}, {given.elems}", record)
 
 
 if __name__ == "__main__":

@@ -46,14 +46,13 @@ from typing import Any
 import numpy as np
 
 import gradstream as gs
-from four_machines import run_on
+from common import RESULTS, ROOT, command_line, keep, kept, origin, run_on
 from gradstream._simulate import simulate
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.runs import Sized
 from gradstream.testing.tokens import numbered
-from records import RESULTS, ROOT, command_line, origin
 
 RECORD = RESULTS / "shards-apart.json"
 MACHINES = 4
@@ -113,16 +112,16 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     for kind in given.strategy or KINDS:
         for shards in given.shards:
-            keep(row(given, kind, shards))
+            put_row(row(given, kind, shards))
 
 
-def keep(row: Mapping[str, Any]) -> None:
+def put_row(row: Mapping[str, Any]) -> None:
     """Puts a row into the record."""
     same = ("strategy", "shards", "mbit", "carrier", "insecure")
-    rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
+    rows = kept(RECORD).get("rows", [])
     rows = [kept for kept in rows if any(kept[name] != row[name] for name in same)] + [row]
     rows.sort(key=lambda one: [one[name] for name in ("carrier", "insecure", "mbit", "strategy", "shards")])
-    RECORD.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    keep(RECORD, {"rows": rows})
 
 
 def row(given: argparse.Namespace, kind: str, shards: int) -> dict[str, Any]:

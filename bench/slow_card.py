@@ -9,17 +9,16 @@ bench/results/slow-card.json, in less than a minute.
 
 from __future__ import annotations
 
-import json
 from unittest.mock import patch
 
 import torch
 
+from common import RESULTS, command_line, keep, origin
 from gradstream.collectives import message_group
 from gradstream.collectives.group import Group
 from gradstream.memory import Vector
 from gradstream.runtime.simulation import Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
-from records import RESULTS, command_line, origin
 
 ELEMS, FAST, SLOW = 5_000_000, 1.25e7, 1.25e6
 ROWS = (  # algorithm, the slow rank from the end, its part of the sum beside an equal part of the others
@@ -46,7 +45,7 @@ def main() -> None:
             )
             print(f"{size} ranks, {how:14s} slow rank {slow}, its part x {part:g}: {took_s:6.2f} s")
     record = {"elems": ELEMS, "bound_s": 4 * ELEMS / SLOW, "rows": rows, **origin()}
-    (RESULTS / "slow-card.json").write_text(json.dumps(record, indent=1) + "\n")
+    keep(RESULTS / "slow-card.json", record)
 
 
 def measured(size: int, how: str, slow: int, part: float) -> float:

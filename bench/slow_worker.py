@@ -15,7 +15,6 @@ Prints figures, and keeps them with machine, commit and date in bench/results/sl
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
+from common import RESULTS, command_line, keep, origin
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
@@ -33,7 +33,6 @@ from gradstream.run.result import Run
 from gradstream.telemetry.events import EventDict
 from gradstream.testing.machines import CpuQuota, no_quota
 from gradstream.testing.runs import busy
-from records import RESULTS, command_line, origin
 
 WORKERS, SLOW = 4, "worker-3"
 CORES = {f"worker-{rank}": 0.5 for rank in range(WORKERS)} | {SLOW: 0.1}
@@ -173,7 +172,7 @@ def main() -> None:
         "asked": {**vars(given), "cores": CORES, "samples": SAMPLES, "epochs": EPOCHS, "batch": BATCH},
         **origin(),
     }
-    (RESULTS / "slow-worker.json").write_text(json.dumps(figures, indent=2) + "\n")
+    keep(RESULTS / "slow-worker.json", figures)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,30 @@
 """Question: do the pages say what was measured?
 
-    python bench/tables.py    # writes their tables anew from bench/results/*.json: a second
+    python bench/tables.py    # writes their tables anew from the records: a second
 
 After a measurement. Words around a table are not rewritten: read them again.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gradstream.pipeline.schedule import make_schedule
 from gradstream.pipeline.timing import pipeline_times
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "studies" / "large_batch_study"))
+from common import RESULTS, ROOT, command_line, kept, put, table
 from large_batch import page as large_batch
-from marks import put, table
 from pipeline_layers import chain_of_layers
-from records import RESULTS, ROOT, command_line
 from recovery_tables import recovery_table, storm_table, tax_table
 
+STUDIES = ROOT / "studies"
 Record = Mapping[str, Any]
 Places = dict[str, str]
 
@@ -33,9 +36,11 @@ def main() -> None:
 
 
 def recorded(name: str) -> Record:
-    """What a benchmark has written."""
-    found: Record = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+    """What a benchmark or a study has written; the part of a record behind a slash."""
+    name, _, part = name.partition("/")
+    study = STUDIES / name / "record.json"
+    found = kept(study if study.is_file() else RESULTS / f"{name}.json")
+    return found[part] if part else found
 
 
 def where(record: Record) -> str:
@@ -152,10 +157,10 @@ OTHERS = ("lock", "short_lock", "round_robin")
 
 def hogwild() -> Places:
     """Updates a second, and what `plain` by two makes of others."""
-    record = recorded("hogwild")
+    record = recorded("hogwild/latest")
     return {
         "updates": f"{updates(record)}\n\nMedians of {record['rounds']} rounds, {where(record)}.",
-        "of-others": of_others({"": record, ", earlier": recorded("hogwild-earlier")}),
+        "of-others": of_others({"": record, ", earlier": recorded("hogwild/earlier")}),
     }
 
 
@@ -235,7 +240,7 @@ ROWS = {
 
 def caltech() -> Places:
     """The smaller dense network on this machine, and the large one on four of them."""
-    small, four = recorded("caltech101-small"), recorded("four-machines")
+    small, four = recorded("caltech101/small, seed 0"), recorded("four_machines")
     plain = small["rows"]["plain"]["samples_per_s"]
     rows = [
         [
@@ -270,7 +275,7 @@ def scaling() -> Places:
 
 def ssp() -> Places:
     """On virtual time: what each clock of lead wins, all alike and with one slow worker."""
-    found = recorded("ssp-bound")["found"]
+    found = recorded("ssp_bound")["found"]
     alike, slow = found["alike"], found["one of half the speed"]
     rows = [
         [
@@ -314,7 +319,7 @@ def pipelines() -> Places:
             )
             cells.append(f"{100 * max(times.idle):.1f}")
         idle.append([name if rounds == 1 else f"{name}, {rounds} stages a part", *cells])
-    record, accuracy = recorded("pipeline-accuracy"), []
+    record, accuracy = recorded("pipeline_accuracy"), []
     for name, row in record["found"].items():
         means = [f"{one['mean']:.1f} ± {one['sd']:.1f}" for one in row["rates"].values()]
         held = (", ".join(map(str, row[key])) for key in ("activations", "versions"))
@@ -341,7 +346,10 @@ def pipelines() -> Places:
                 "the same without the update",
                 "torch's time, divided by that of a minibatch",
             ],
-            [_pipeline_row(name, row) for name, row in recorded("pipeline-runs")["found"].items()],
+            [
+                _pipeline_row(name, row)
+                for name, row in recorded("pipeline-runs/256 samples")["found"].items()
+            ],
         ),
         "long-runs": table(
             [
@@ -352,7 +360,10 @@ def pipelines() -> Places:
                 "the same without the update",
                 "torch's time, divided by that of a minibatch",
             ],
-            [_pipeline_row(name, row) for name, row in recorded("pipeline-runs-1024")["found"].items()],
+            [
+                _pipeline_row(name, row)
+                for name, row in recorded("pipeline-runs/1024 samples")["found"].items()
+            ],
         ),
     }
 
@@ -419,7 +430,7 @@ def _between(rows: list[Record], wins: Callable[[Record], bool]) -> str:
 
 def split() -> Places:
     """Losses of split models beside those of the unsplit ones, and steps on two machines."""
-    record, rows = recorded("split-models"), []
+    record, rows = recorded("split_models"), []
     titles = {"transformer": "transformer", "resnet": "ResNet", "resnet64": "ResNet, float64"}
     for name, title in titles.items():
         ways = [record[f"{name}, {parts}"] for parts in (1, 2, 4)]
@@ -450,7 +461,7 @@ def split() -> Places:
 
 def synthetic_gradients() -> Places:
     """Accuracy of parts that train apart, and the time that they wait."""
-    record, accuracy = recorded("synthetic-gradients"), []
+    record, accuracy = recorded("synthetic_gradients"), []
     for method, by_rate in record["found"].items():
         for rate, one in by_rate.items():
             below = "{:.1f} ± {:.1f}".format(*one["below"]) if "below" in one else "–"
@@ -497,7 +508,7 @@ def codecs() -> Places:
 
 def _link_bytes() -> Places:
     """What four cards send for an accuracy."""
-    record = recorded("link-bytes")
+    record = recorded("link_bytes")
     rows = [
         [
             name,
@@ -525,7 +536,7 @@ TimesTo = dict[tuple[str, str], list[Record]]
 
 def _uneven_links() -> Places:
     """Times with one machine that is another way, over those that the machines' speeds allow."""
-    record = recorded("uneven-links")
+    record = recorded("uneven_links")
     titles = {
         "slow": "a quarter of the speed",
         "cut": "cut off for 30 s",
@@ -544,10 +555,10 @@ def _uneven_links() -> Places:
 
 def slow_links() -> Places:
     """Seconds until four machines have a network at its accuracy, by task; and the best of ours and of the others."""
-    rows = recorded("slow-links")["rows"]
+    rows = recorded("slow_links/links")["rows"]
     by_link = {link: _times_to(rows, link) for link in (FAST_LINK, *SLOW_LINKS.values())}
     places = {place: _all_times(by_link[link]) for place, link in SLOW_LINKS.items()}
-    beside = recorded("slow-links-auto")["rows"]
+    beside = recorded("slow_links/auto")["rows"]
     auto = {link: _times_to(beside, link) for link in SLOW_LINKS.values()}
     return {**places, "slow-links-best": _best_times(by_link), "slow-links-auto": _auto_times(auto)}
 
@@ -654,9 +665,9 @@ def _time_to(rows: list[Record], *, seeds: bool = True) -> str:
 
 def large_batches() -> Places:
     """Minima, starts, growing batches, saddles and updates, of what the study has so far."""
-    record = recorded("large-batch-study")
+    record = recorded("large_batch_study")
     studied = {f"study-{place}": text for place, text in large_batch.tables(record).items()}
-    return studied | _same_batch(recorded("same-batch"))
+    return studied | _same_batch(recorded("same_batch"))
 
 
 def _same_batch(record: Record) -> Places:

@@ -14,7 +14,6 @@ Prints figures, and keeps them with machine, commit and date in bench/results/un
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 import gradstream as gs
+from common import RESULTS, command_line, keep, origin
 from gradstream._simulate import simulate
 from gradstream._train import launch
 from gradstream.job.files import load_job
@@ -40,7 +40,6 @@ from gradstream.telemetry.events import EventDict
 from gradstream.testing.machines import CpuQuota, no_quota
 from gradstream.testing.runs import Sized, busy
 from gradstream.testing.tokens import numbered
-from records import RESULTS, command_line, origin
 
 ROUNDS = 48
 BATCH = 128
@@ -209,7 +208,7 @@ def main() -> None:
         "asked": vars(given),
         **origin(),
     }
-    (RESULTS / "uneven.json").write_text(json.dumps(figures, indent=2) + "\n")
+    keep(RESULTS / "uneven.json", figures)
 
 
 if __name__ == "__main__":

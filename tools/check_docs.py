@@ -97,7 +97,7 @@ def missing_files() -> Iterator[str]:
     written = {f"/{name}" for text in texts.values() for name in WRITTEN_FILE.findall(text)}
     there = [
         path
-        for name in ("bench", "examples", "src", "tests", "tools")
+        for name in ("bench", "examples", "src", "studies", "tests", "tools")
         for path in (ROOT / name).rglob("*.py")
     ]
     known = [*written, *(f"/{path.relative_to(ROOT).as_posix()}" for path in there)]

@@ -24,8 +24,9 @@ PERCENT = re.compile(r"\d+\.\d %")
 
 @pytest.fixture
 def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Modules:
-    """The package bench/study."""
-    monkeypatch.syspath_prepend(str(repository / "bench"))
+    """The package studies/async_study/study."""
+    for folder in ("bench", "studies/async_study"):
+        monkeypatch.syspath_prepend(str(repository / folder))
     for name in ("findings", "ledger", "methods", "page", "runs", "scenes", "subject"):
         importlib.import_module(f"study.{name}")
     return importlib.import_module("study")
@@ -218,10 +219,10 @@ def test_a_run_that_fails_otherwise_ends_the_study(
 
 
 def test_a_small_study_runs(repository: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "bench/async_study.py", "--quick", "--into", str(tmp_path)]
+    command = [sys.executable, "studies/async_study/async_study.py", "--quick", "--into", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=200)
-    record = json.loads((tmp_path / "async-study.json").read_text())
+    record = json.loads((tmp_path / "record.json").read_text())
     assert record["complete"]
     tuned = record["scenes"]["equal"]["units"]["downpour"]
     assert tuned["rate"] == 0.01
@@ -245,7 +246,7 @@ def test_percentages_in_the_text_are_in_the_tables(repository: Path, name: str) 
 
 
 def test_pages_say_what_the_record_says(study: Modules, repository: Path) -> None:
-    record = json.loads((repository / "bench" / "results" / "async-study.json").read_text())
+    record = json.loads((repository / "studies/async_study/record.json").read_text())
     pages = study.page.tables(record)
     assert len(pages) == 2 + len(study.page.OWN)
     for name, tables in pages.items():

@@ -169,7 +169,7 @@ def test_generated_examples_are_the_same_in_each_run_unless_others_are_asked_for
 
 def help_faults(where: str, text: str) -> Iterator[str]:
     """Of a program that runs at once, whatever it is asked."""
-    text = text.replace("command_line(__doc__)", "ArgumentParser(description=__doc__)")  # by bench/records.py
+    text = text.replace("command_line(__doc__)", "ArgumentParser(description=__doc__)")  # by bench/common.py
     for part in ("ArgumentParser(", "description=__doc__", ".parse_args()") if "__main__" in text else ():
         if part not in text:
             yield f"{where}: `--help` is to say what it does and to run nothing, but it has no {part}"
@@ -178,7 +178,8 @@ def help_faults(where: str, text: str) -> Iterator[str]:
 def test_a_bench_can_be_asked_what_it_does() -> None:
     fail_with(
         f
-        for path in sorted((SOURCE.parents[1] / "bench").glob("*.py"))
+        for folder in ("bench", "studies")
+        for path in sorted((SOURCE.parents[1] / folder).rglob("*.py"))
         for f in help_faults(path.name, path.read_text())
     )
 

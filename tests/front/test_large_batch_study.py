@@ -19,8 +19,9 @@ Modules = Any
 
 @pytest.fixture
 def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Modules:
-    """The package bench/large_batch."""
-    monkeypatch.syspath_prepend(str(repository / "bench"))
+    """The package studies/large_batch_study/large_batch."""
+    for folder in ("bench", "studies/large_batch_study"):
+        monkeypatch.syspath_prepend(str(repository / folder))
     for name in ("critical", "ledger", "minima", "page", "plots", "saddles"):
         importlib.import_module(f"large_batch.{name}")
     return importlib.import_module("large_batch")

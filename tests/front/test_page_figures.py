@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-RESULTS = "bench/results/caltech101-*.json"
-
-
 # ---- tables that bench/tables.py writes ----------------------------------------------------------
 
 
@@ -28,7 +25,7 @@ def tables(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def marks(tables: Any) -> Any:
     """Where on a page they stand."""
-    return importlib.import_module("marks")
+    return importlib.import_module("common")
 
 
 def test_tables_are_as_the_records_have_them(tables: Any, marks: Any, repository: Path) -> None:
@@ -36,7 +33,7 @@ def test_tables_are_as_the_records_have_them(tables: Any, marks: Any, repository
     for name, places in tables.PAGES.items():
         text = (repository / name).read_text()
         assert marks.filled(text, places()).splitlines() == text.splitlines(), name
-        of_study = text.count("<!-- begin: study -->")  # by `bench/async_study.py`
+        of_study = text.count("<!-- begin: study -->")  # by `studies/async_study/async_study.py`
         assert text.count("<!-- begin: ") - of_study == len(places()), f"{name}: a place that nobody fills"
 
 
@@ -132,7 +129,7 @@ def said_of_caltech(page: str) -> Iterator[dict[str, str]]:
 
 
 def test_figures_of_caltech_are_those_of_a_recorded_run(repository: Path) -> None:
-    records = [json.loads(path.read_text()) for path in repository.glob(RESULTS)]
+    records = list(json.loads((repository / "bench/results/caltech101.json").read_text()).values())
     recorded = [
         {column: written({**row, "of_plain": of_plain(row, record)}) for column, written in COLUMNS.items()}
         for record in records
@@ -146,7 +143,7 @@ def test_figures_of_caltech_are_those_of_a_recorded_run(repository: Path) -> Non
 
 def test_where_and_when_is_said(repository: Path) -> None:
     page = (repository / "docs/benchmarks.md").read_text()
-    record = json.loads((repository / "bench/results/caltech101-large.json").read_text())
+    record = result(repository, "caltech101/large, seed 0")
     assert f"**{record['machine']['machine']['cores']} cores**" in page
     assert record["date"][:10] in page
 
@@ -157,8 +154,12 @@ def compared(page: str) -> str:
 
 
 def result(repository: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((repository / f"bench/results/{name}.json").read_text())
-    return found
+    """What a benchmark or a study has written; the part of a record behind a slash."""
+    name, _, part = name.partition("/")
+    study = repository / "studies" / name / "record.json"
+    path = study if study.is_file() else repository / f"bench/results/{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found[part] if part else found
 
 
 def allreduce_ms(repository: Path, how: str) -> float:
@@ -183,7 +184,7 @@ def cost_of_a_loop(row: Any) -> str:
 
 
 def test_scripts_on_two_machines_are_those_of_one(repository: Path) -> None:
-    rows = result(repository, "own-scripts-apart")["rows"]
+    rows = result(repository, "own_scripts_apart")["rows"]
     exact = [row for row in rows if row["strategy"] != "allreduce, auto"]
     assert len(exact) == 14
     assert not any(row["bytes_that_differ"] or row["samples_that_differ"] for row in exact)
@@ -192,16 +193,16 @@ def test_scripts_on_two_machines_are_those_of_one(repository: Path) -> None:
 
 def test_ratios_are_the_recorded_ones(repository: Path) -> None:
     table = compared((repository / "docs/benchmarks.md").read_text())
-    large, cnn = (result(repository, f"data-parallel-{model}")["rows"] for model in ("large", "cnn"))
+    large, cnn = (result(repository, f"data-parallel/{model}")["rows"] for model in ("large", "cnn"))
     beside = "of_side_by_side"
-    shm, tcp = (result(repository, f"server-bulk-{carrier}-74770901")["ratio"] for carrier in ("shm", "tcp"))
+    shm, tcp = (result(repository, f"server-bulk/{carrier}, 74770901")["ratio"] for carrier in ("shm", "tcp"))
     slow, rows = result(repository, "slow-worker")["median_ratio"], result(repository, "row_sparse")
     shared, gloo, *mpi = (
         f"{allreduce_ms(repository, how):.0f}"
         for how in ("as called", "gloo", "openmpi", "mpich", "intel mpi")
     )
     ours, gloos = (over_tcp_ms(repository, how) for how in ("ours", "gloo"))
-    ratios = [result(repository, "hogwild")[problem]["ratios"] for problem in ("sparse", "sparser")]
+    ratios = [result(repository, "hogwild/latest")[problem]["ratios"] for problem in ("sparse", "sparser")]
     hogwild = [
         " to ".join(f"{value:.2f}" for value in sorted(one[ratio] for one in ratios))
         for ratio in ("plain, 2 processes / 1", "plain / lock, 2 processes each")
@@ -214,12 +215,12 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {shared} ms; gloo {gloo}, OpenMPI {mpi[0]}, MPICH {mpi[1]}, Intel MPI {mpi[2]} |",
         f"| {' · '.join(ours)} ms; gloo {' · '.join(gloos)} |",
         f"| {shm:.2f}; {tcp:.2f} |",
-        f"| {result(repository, 'server-bulk-20000000')['ratio']:.2f} | `bench/server_bulk.py` |",
+        f"| {result(repository, 'server-bulk/grpc, 20000000')['ratio']:.2f} | `bench/server_bulk.py` |",
         f"| {result(repository, 'grpc_bulk')['ratio_to_bare']:.2f} | `bench/grpc_bulk.py` |",
         f"| {'; '.join(hogwild)} |",
         f"| {slow['downpour']:.2f}; {slow['synchronous']:.2f}, {slow['synchronous_measured']:.2f} |",
         f"| {max(rows['pushed_ratio'], rows['fetched_ratio']):.2f} each way |",
-        f"| {result(repository, 'replay-cost-304389')['step_ratio']:.2f}, within noise |",
+        f"| {result(repository, 'replay_cost')['step_ratio']:.2f}, within noise |",
         f"| {'; '.join(map(cost_of_a_loop, result(repository, 'loop-cost')['rows'].values()))} |",
     ):
         assert said in table, said
@@ -238,7 +239,7 @@ def test_figures_of_readme_are_rows_of_the_benchmarks(repository: Path) -> None:
 def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> None:
     shared, read = (allreduce_ms(repository, how) for how in ("as called", "only read"))
     beside = {
-        model: result(repository, f"data-parallel-{model}")["rows"]["allreduce"]["of_side_by_side"]
+        model: result(repository, f"data-parallel/{model}")["rows"]["allreduce"]["of_side_by_side"]
         for model in ("large", "cnn")
     }
     deep = result(repository, "overlap")["median"]
@@ -249,7 +250,8 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
         name: f"{slow['median_s'][name]:.0f} s, {slow['median_ratio'][name]:.2f}" for name in slow["median_s"]
     }
     rate = {
-        name: row["samples_per_s"] for name, row in result(repository, "caltech101-large")["rows"].items()
+        name: row["samples_per_s"]
+        for name, row in result(repository, "caltech101/large, seed 0")["rows"].items()
     }
     for page, *sentences in (
         (

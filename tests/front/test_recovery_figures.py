@@ -1,4 +1,4 @@
-"""What `bench/recovery.py` and `bench/tax.py` make of events and times, on planted ones."""
+"""What `bench/recovery.py` and `studies/tax/tax.py` make of events and times, on planted ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 @pytest.fixture
 def bench(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A script of bench/, by name."""
-    monkeypatch.syspath_prepend(str(repository / "bench"))
+    """A script of bench/ or of a study, by name."""
+    for folder in ("bench", "studies/storm", "studies/tax"):
+        monkeypatch.syspath_prepend(str(repository / folder))
     return importlib.import_module
 
 

@@ -27,7 +27,7 @@ from gradstream.testing.faults import (
     Stop,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "studies" / "faults"))
 
 import faults as bench  # type: ignore[import-not-found]  # a script, not typed
 
