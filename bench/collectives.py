@@ -34,8 +34,8 @@ from gradstream.machine.description import describe_machine, git_commit
 from gradstream.preflight.allreduce import AllreducePlan, AllreduceResult, measure_here, result_of
 from gradstream.run.local.environment import node_environment
 from gradstream.runtime import Cost, Link, Network, SimulationConfig
-from gradstream.testing.group_runs import VirtualRanks
-from gradstream.testing.machines import Machines, unavailable
+from kit.group_runs import VirtualRanks
+from kit.machines import Machines, unavailable
 
 SIZES = (1_000, 250_000, 11_000_000)
 ROUNDS = 3  # of processes, alternating with gloo's

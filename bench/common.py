@@ -26,6 +26,7 @@ from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.result import Run
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))  # the rigs of kit/
 RESULTS = ROOT / "bench" / "results"
 DIGITS = 6
 """Significant ones of a figure in a record: more than any page shows."""

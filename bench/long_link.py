@@ -29,12 +29,12 @@ from gradstream.collectives.group import GroupMembers
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.local.environment import node_environment
 from gradstream.runtime import RealRuntime
-from gradstream.testing.machines import Machines, unavailable
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.methods import METHODS, Method
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
+from kit.machines import Machines, unavailable
 
 ROUND_TRIP_S = 0.1
 RATE_BIT_S = 1e9

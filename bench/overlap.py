@@ -37,7 +37,7 @@ from common import RESULTS, ROOT, command_line, keep, now
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.result import Run
 from gradstream.strategies import AllReduce
-from gradstream.testing.machines import Machine, Machines, unavailable
+from kit.machines import Machine, Machines, unavailable
 
 WORKERS, BATCH, CLASSES = 2, 16, 10
 LAYERS, CHANNELS, PIXELS = 24, 128, 8

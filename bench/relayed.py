@@ -27,11 +27,11 @@ from gradstream.collectives.group import GroupMembers
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.relay import Relay
 from gradstream.runtime import RealRuntime
-from gradstream.testing.machines import Machines, unavailable
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import RoutedEndpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint
+from kit.machines import Machines, unavailable
 
 ELEMS, TIMES, PORT, NET = 5_000_000, 7, 7000, "10.77.0"
 NODES = (COORDINATOR, "worker-0", "worker-1")

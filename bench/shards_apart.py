@@ -50,9 +50,9 @@ from common import RESULTS, ROOT, command_line, keep, kept, origin, run_on
 from gradstream._simulate import simulate
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
-from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.runs import Sized
 from gradstream.testing.tokens import numbered
+from kit.machines import Machines, unavailable
 
 RECORD = RESULTS / "shards-apart.json"
 MACHINES = 4

@@ -18,7 +18,7 @@ from gradstream.collectives import message_group
 from gradstream.collectives.group import Group
 from gradstream.memory import Vector
 from gradstream.runtime.simulation import Network, SimulationConfig
-from gradstream.testing.group_runs import VirtualRanks
+from kit.group_runs import VirtualRanks
 
 ELEMS, FAST, SLOW = 5_000_000, 1.25e7, 1.25e6
 ROWS = (  # algorithm, the slow rank from the end, its part of the sum beside an equal part of the others

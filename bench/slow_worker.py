@@ -31,8 +31,8 @@ from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.telemetry.events import EventDict
-from gradstream.testing.machines import CpuQuota, no_quota
 from gradstream.testing.runs import busy
+from kit.machines import CpuQuota, no_quota
 
 WORKERS, SLOW = 4, "worker-3"
 CORES = {f"worker-{rank}": 0.5 for rank in range(WORKERS)} | {SLOW: 0.1}

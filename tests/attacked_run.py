@@ -1,6 +1,6 @@
 """A run for tests to attack: `python attacked_run.py FOLDER [plain | tls]` trains until it is told to stop.
 
-Its last worker leaves in FOLDER/leak.json what a member knows (see `gradstream.testing.insider`).
+Its last worker leaves in FOLDER/leak.json what a member knows (see `kit.insider`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
-from gradstream.testing.insider import Insider
 from gradstream.testing.runs import least_squares
+from kit.insider import Insider
 
 
 def job() -> gs.Job:

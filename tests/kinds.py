@@ -30,7 +30,7 @@ SIM = (
 )
 COMMANDS = {"train", "resume", "demo", "bench", "doctor"}
 """What the command line starts processes for, or real connections, where a test gives it these words."""
-FOLDERS = [Path(__file__).parents[1] / name for name in ("tests", "tools", "bench", "examples")]
+FOLDERS = [Path(__file__).parents[1] / name for name in ("tests", "tools", "bench", "studies", "examples")]
 
 
 def kind_of(test: object, fixtures: Iterable[object] = (), parameters: Iterable[object] = ()) -> str:

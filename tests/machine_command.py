@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
-from gradstream.testing.machines import Machine
+from kit.machines import Machine
 
 SOURCE = str(Path(gs.__file__).resolve().parents[1])
 JOB = """

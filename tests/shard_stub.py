@@ -14,12 +14,12 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import EveryPush
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
-from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.wire import v1_pb2 as v1
 from gradstream.wire import v1_pb2_grpc
+from kit.bare import Bare, BareSession, open_session
 
 FINGERPRINT = 77
 ELEMS = 100  # two chunks: 64 and 36

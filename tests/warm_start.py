@@ -5,7 +5,7 @@ has imported torch and gradstream, to fork; all other commands are started as ev
 
 - is a child of the process that called `subprocess`, with its own process id, pipes, folder and environment;
 - runs the command as `__main__`, and ends as Python ends;
-- is in the network namespace and the cgroup in which `gradstream.testing.machines` starts it;
+- is in the network namespace and the cgroup in which `kit.machines` starts it;
 - has a warm process of its own, so that the forkserver of a run is forked as well.
 
 It differs from a new one in this: its modules are loaded already, its hash seed is the warm process's, and
@@ -65,7 +65,7 @@ def libc(function: str, *arguments: int) -> None:
 
 
 def on_machine(args: list[str]) -> tuple[list[str], dict[str, str]]:
-    """A command of `gradstream.testing.machines` without its beginning, and where it is to run."""
+    """A command of `kit.machines` without its beginning, and where it is to run."""
     machine: dict[str, str] = {}
     if args[:2] == ["sh", "-c"] and len(args) > 5 and args[4].endswith("/cgroup.procs"):
         machine["group"], args = args[4], args[5:]

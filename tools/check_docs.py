@@ -67,7 +67,11 @@ def faults(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Itera
 
 def pages() -> list[Path]:
     """The documentation's pages."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        *sorted(ROOT.glob("*.md")),
+        ROOT / "studies" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
 
 
 def anchors(page: Path) -> set[str]:

@@ -22,11 +22,10 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from gradstream.testing.machines import Machine, Machines, unavailable
-from gradstream.testing.ssh_machines import SSHD, SshMachines
-
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, origin
+from kit.machines import Machine, Machines, unavailable
+from kit.ssh_machines import SSHD, SshMachines
 
 
 class Console:

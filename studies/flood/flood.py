@@ -38,7 +38,6 @@ import gradstream as gs
 from gradstream.errors import RESUMABLE, GradstreamError
 from gradstream.job.files import load_job
 from gradstream.runtime.real import RealRuntime
-from gradstream.testing.insider import Insider, Leak
 from gradstream.testing.runs import busy
 from gradstream.transport.grpc.connection import METHOD
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
@@ -50,6 +49,7 @@ from gradstream.wire.frames import encode
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import keep, origin
+from kit.insider import Insider, Leak
 
 BODY_BYTES = 1 << 20
 NICE = 10

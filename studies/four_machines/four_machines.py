@@ -26,10 +26,10 @@ from typing import Any
 
 from gradstream.job.files import load_job
 from gradstream.run.result import Run
-from gradstream.testing.machines import Machine, Machines, unavailable
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, origin
+from kit.machines import Machine, Machines, unavailable
 
 JOB = ROOT / "examples" / "caltech101.py"
 LIMIT_S = 1500.0

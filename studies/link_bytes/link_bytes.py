@@ -18,11 +18,11 @@ from typing import Any
 from torch import nn
 
 import gradstream as gs
-from gradstream.testing.machines import Machines, unavailable
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "slow_links"))
 from common import command_line, keep, origin, run_on
+from kit.machines import Machines, unavailable
 from slow_links import sent
 
 WORLD, BATCH, LR = 4, 8, 0.05

@@ -25,10 +25,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from gradstream.run.result import FINAL_MODEL, Run
-from gradstream.testing.machines import Machine, Machines, unavailable
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, origin
+from kit.machines import Machine, Machines, unavailable
 
 RESULT = Path(__file__).with_name("record.json")
 SCRIPTS = {

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.testing.machines import Machine, Machines, unavailable
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, origin, run_on
+from kit.machines import Machine, Machines, unavailable
 
 JOB = Path(__file__).with_name("beats.py").resolve()
 

@@ -33,13 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradstream.testing.machines import Machine, Machines, unavailable
 from peer import PORT, WORLD
 from rates import RECORD
 from tasks import TASKS
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep_part, kept, origin, run_on
+from kit.machines import Machine, Machines, unavailable
 
 JOB = Path(__file__).with_name("tasks.py").resolve()
 PERIOD = 20

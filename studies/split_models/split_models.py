@@ -30,10 +30,10 @@ from torch import nn
 import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.job.job import Job
-from gradstream.testing.machines import Machines, unavailable
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, invitation, keep, kept, origin, start
+from kit.machines import Machines, unavailable
 
 RESULT = Path(__file__).with_name("record.json")
 CONTEXT, WIDTH, HEADS, BLOCKS = 32, 64, 4, 2

@@ -60,12 +60,12 @@ from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.fault_kinds import Flaw
 from gradstream.testing.faults import Corrupt, Cut, Duplicate, Lose, Reorder, SlowLink
-from gradstream.testing.machines import CpuQuota, no_quota
 from gradstream.testing.proxy import LinkFault, LinkProxy, ProxiedCluster
 from gradstream.testing.tokens import TokenAudit, Tokens, numbered
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, kept, now
+from kit.machines import CpuQuota, no_quota
 
 RESULT = Path(__file__).with_name("record.json")
 WORKERS, SHARDS, SAMPLES, BATCH, CHUNKS = 4, 2, 512, 2, 4

@@ -34,11 +34,11 @@ from typing import Any
 
 import gradstream as gs
 from gradstream.machine.description import describe_machine, git_commit
-from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.tokens import TokenAudit
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, kept, now
+from kit.machines import Machine, Machines, unavailable
 
 RESULT = Path(__file__).with_name("record.json")
 MACHINES, SAMPLES, LEASE_S = 4, 512, 3.0

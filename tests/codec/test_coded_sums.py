@@ -13,9 +13,9 @@ from gradstream.codec.base import Codec
 from gradstream.codec.named import float4, int8, one_bit, sign, top_k
 from gradstream.collectives.group import Group
 from gradstream.memory import Vector
-from gradstream.testing.group_runs import VirtualRanks
 from gradstream.worker.replica import coded_sums
 from gradstream.worker.replica.coded_sums import CodedSums
+from kit.group_runs import VirtualRanks
 
 C = gs.codecs
 ROUNDS, ELEMS = 4, 1000

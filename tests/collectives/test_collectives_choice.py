@@ -26,12 +26,12 @@ from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
 from gradstream.memory import Vector
 from gradstream.runtime import Cost, Link, Network, RealRuntime, SimulationConfig
 from gradstream.telemetry.events import GroupEvent
-from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.runs import least_squares
 from gradstream.testing.schedule_checks import execute
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
+from kit.group_runs import VirtualRanks
 
 LAYOUTS = (
     [[0, 1], [2, 3]],

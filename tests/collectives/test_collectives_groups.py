@@ -13,7 +13,7 @@ from gradstream.collectives.group import Group, slice_of
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.testing.group_runs import VirtualRanks
+from kit.group_runs import VirtualRanks
 
 RACK = SimulationConfig(network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=50e-6, jitter_s=20e-6)))
 SIZES = [*range(1, 10), 12, 16]

@@ -26,10 +26,10 @@ from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
-from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity, PeerSocket
 from gradstream.transport.socket.tcp import TcpEndpoint
+from kit.group_runs import VirtualRanks
 
 WAIT_S = 30.0
 DAMAGED: list[int] = []

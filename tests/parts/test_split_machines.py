@@ -14,7 +14,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.testing.machines import Machines, unavailable
+from kit.machines import Machines, unavailable
 from machine_command import Command
 
 JOB = """

@@ -19,7 +19,7 @@ from gradstream.pipeline.schedule import (
     make_schedule,
 )
 from gradstream.split.plan import DATA, SplitPlan
-from gradstream.testing.pipeline_checks import check_pipeline
+from kit.pipeline_checks import check_pipeline
 from pipeline_plans import chain, drawn_plan
 
 ON_ANY_PLAN = [name for name in SCHEDULES if name != "interleaved"]

@@ -21,8 +21,8 @@ from gradstream.collectives.message_group import MessageGroup
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.preflight.allreduce import AllreducePlan, AllreduceResult, measure_here, result_of
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
-from gradstream.testing.group_runs import VirtualRanks
-from gradstream.testing.machines import Machines, unavailable
+from kit.group_runs import VirtualRanks
+from kit.machines import Machines, unavailable
 
 
 def test_four_processes() -> None:

@@ -25,7 +25,7 @@ from gradstream.job.phase_jobs import job_of_phase, measured_first
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.session.node import job as script_job
-from gradstream.testing.machines import Machines, unavailable
+from kit.machines import Machines, unavailable
 from machine_command import Command
 from whole_runs import same
 

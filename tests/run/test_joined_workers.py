@@ -18,7 +18,7 @@ from gradstream.errors import DeadlineError, GradstreamError, JoinRefusedError, 
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.join import Joining, _come_back, _CutOffError
 from gradstream.testing import TokenAudit
-from gradstream.testing.machines import Machines, unavailable
+from kit.machines import Machines, unavailable
 from machine_command import Command, Here
 
 SAMPLES, EPOCHS = 256, 3

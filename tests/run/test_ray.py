@@ -22,8 +22,8 @@ from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCod
 from gradstream.job.files import load_job
 from gradstream.run.ray.engine import RayEngine
 from gradstream.testing import TokenAudit
-from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.process_faults import process_tree
+from kit.machines import Machine, Machines, unavailable
 from slow_tokens import SAMPLES, events, job_text
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradstream[ray]'")

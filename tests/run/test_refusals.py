@@ -19,9 +19,9 @@ from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 from gradstream.run.remote.members import MachineMembers
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event, encode
-from gradstream.testing.bare import Bare, Refused, open_session
 from gradstream.transport.base import Identity
 from gradstream.wire import v1
+from kit.bare import Bare, Refused, open_session
 
 TOKEN = "a token of sixteen characters or more"
 NUM_TOKENS = 2_000  # a line of 50 bytes for each would be over what is allowed

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 import gradstream as gs
 from gradstream.run.result import FINAL_MODEL
-from gradstream.testing.machines import Machines, unavailable
+from kit.machines import Machines, unavailable
 from machine_command import JOB, Command
 
 GROUP_JOB = JOB.replace('strategy="downpour"', 'strategy="allreduce", strategy_options={"algorithm": "ring"}')

@@ -17,7 +17,7 @@ import safetensors.numpy
 
 import gradstream as gs
 from gradstream.run.result import FINAL_MODEL
-from gradstream.testing.machines import Machines, unavailable
+from kit.machines import Machines, unavailable
 from machine_command import JOB, Command
 
 

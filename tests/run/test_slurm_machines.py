@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.testing.machines import Machines, unavailable
-from gradstream.testing.slurm_machines import SlurmMachines, slurm_missing
+from kit.machines import Machines, unavailable
+from kit.slurm_machines import SlurmMachines, slurm_missing
 
 JOB = """
 import pathlib

@@ -17,8 +17,8 @@ import gradstream as gs
 from gradstream.checkpoint import newest
 from gradstream.run.launches import Launch
 from gradstream.runtime.storage import DiskStorage
-from gradstream.testing.machines import Machine, Machines, unavailable
-from gradstream.testing.ssh_machines import SSHD, SshMachines
+from kit.machines import Machine, Machines, unavailable
+from kit.ssh_machines import SSHD, SshMachines
 
 pytestmark = pytest.mark.limit_s(300)  # many processes that import torch, on cores that others may use too
 

@@ -16,7 +16,7 @@ from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.telemetry.events import EventDict
-from gradstream.testing.machines import CpuQuota, no_quota
+from kit.machines import CpuQuota, no_quota
 from whole_runs import train
 
 JOB = """

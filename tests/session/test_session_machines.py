@@ -26,7 +26,7 @@ from gradstream.run.place import Place
 from gradstream.run.result import FINAL_MODEL
 from gradstream.session import torchrun
 from gradstream.session.node import job as session_job
-from gradstream.testing.machines import Machine, Machines, unavailable
+from kit.machines import Machine, Machines, unavailable
 
 SOURCE = str(Path(gs.__file__).resolve().parents[1])
 

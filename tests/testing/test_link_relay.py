@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from gradstream.errors import ConfigError
-from gradstream.testing.link_relay import RelaySettings
-from gradstream.testing.machines import Machines, unavailable
+from kit.link_relay import RelaySettings
+from kit.machines import Machines, unavailable
 
 ECHO = """
 import socket
@@ -64,9 +64,10 @@ def test_no_link_is_like_that(delay_s: float, loss: float) -> None:
         RelaySettings(links=[], delay_s=delay_s, loss=loss)
 
 
-HOLD = """
+HOLD = f"""
 import subprocess, sys
-from gradstream.testing.machines import Machines
+sys.path.append({str(Path(__file__).parents[1])!r})
+from kit.machines import Machines
 with Machines(2, latency_s=0.01) as machines:
     words = [*sys.argv[2:], "sh", "-c", "echo; exec sleep 1000"]
     sleeper = machines[0].start(words, cwd=sys.argv[1], stdout=subprocess.PIPE)

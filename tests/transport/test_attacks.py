@@ -30,9 +30,6 @@ from gradstream.errors import GradstreamError, RefusedError
 from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.join_service import JOB
 from gradstream.runtime import RealRuntime
-from gradstream.testing import bare
-from gradstream.testing.bare import Bare, BareSocket, Refused, packed
-from gradstream.testing.insider import Leak
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.methods import METHODS, role_of
@@ -41,6 +38,9 @@ from gradstream.transport.security import Tls
 from gradstream.transport.socket.framing import PREFIX
 from gradstream.wire import v1
 from gradstream.wire.v1_pb2_grpc import PeerStub
+from kit import bare
+from kit.bare import Bare, BareSocket, Refused, packed
+from kit.insider import Leak
 
 pytestmark = pytest.mark.cold  # looks at command lines and environments of processes
 

@@ -16,7 +16,6 @@ import pytest
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime import RealRuntime
-from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import echo, reply_once
 from gradstream.transport import proof
@@ -28,6 +27,7 @@ from gradstream.transport.socket.endpoint import SocketEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
+from kit.bare import Bare, BareSocket, Refused, packed
 
 CALLER = Bare(Identity("job", "worker-0", 7, secret=SECRET), called="shard-0")
 GUESS = replace(CALLER, identity=replace(CALLER.identity, secret=b"a guess of sixteen bytes"))

@@ -18,7 +18,6 @@ import torch
 
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.runtime import RealRuntime
-from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity, Priority, Stream
@@ -28,6 +27,7 @@ from gradstream.transport.methods import Method
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 from gradstream.wire.v1_pb2_grpc import PeerStub
+from kit.bare import Bare, BareSession, open_session
 
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 

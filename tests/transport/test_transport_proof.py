@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from gradstream.errors import ConfigError, RefusedError
-from gradstream.testing.bare import Bare
 from gradstream.testing.pairs import SECRET
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
@@ -17,6 +16,7 @@ from gradstream.transport.methods import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.window import SequenceWindow
+from kit.bare import Bare
 
 SHARD = Identity("job", "shard-0", 1, secret=SECRET)
 WORKER = Identity("job", "worker-0", 7, secret=SECRET)

@@ -14,15 +14,6 @@ import pytest
 
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime import RealRuntime
-from gradstream.testing.bare import (
-    Bare,
-    BareSession,
-    Refused,
-    challenge,
-    open_session,
-    pass_metadata,
-    show,
-)
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import body_frame, echo, reply_once
 from gradstream.transport.base import Caller, Identity, Priority, Stream
@@ -35,6 +26,15 @@ from gradstream.transport.proof import BAD_SECRET
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.v1_pb2_grpc import PeerStub
+from kit.bare import (
+    Bare,
+    BareSession,
+    Refused,
+    challenge,
+    open_session,
+    pass_metadata,
+    show,
+)
 
 CALLER = Bare(Identity("job", "worker-0", 7, secret=SECRET), called="shard-0")
 GUESS = replace(CALLER, identity=replace(CALLER.identity, secret=b"a guess of sixteen bytes"))

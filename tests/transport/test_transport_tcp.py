@@ -19,7 +19,6 @@ import torch
 from gradstream.errors import ClosedError, ConfigError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
-from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET, tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
 from gradstream.transport.base import Identity, Stream
@@ -29,6 +28,7 @@ from gradstream.transport.socket.framing import PREFIX, FrameReader, OutgoingFra
 from gradstream.transport.socket.tcp import TcpEndpoint, choose_congestion_control
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES
+from kit.bare import Bare, BareSocket, Refused, packed
 
 
 async def until(fact: Callable[[], object]) -> None:

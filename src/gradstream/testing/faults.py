@@ -5,8 +5,7 @@
     run = plan.on_processes(job, run_dir)                                       # on processes of this machine
     assert plan.fired                                                           # it did happen
 
-Of processes, signals strike the nodes, and a proxy in their path the links (`testing.proxy`). `testing.machines` cuts
-links between network namespaces.
+Of processes, signals strike the nodes, and a proxy in their path the links (`testing.proxy`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Machines of `gradstream.testing.machines` as the nodes of Slurm: a real one, of which they are the whole cluster."""
+"""Machines of `kit.machines` as the nodes of Slurm: a real one, of which they are the whole cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradstream.errors import DeadlineError
-from gradstream.testing.machines import Machine, Machines
+from kit.machines import Machine, Machines
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare", "mount")
 WAYS = "/usr/sbin:/usr/bin:/sbin:/bin"

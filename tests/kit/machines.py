@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from gradstream.errors import ConfigError, InternalError
-from gradstream.testing.link_relay import RelaySettings
+from kit import link_relay
+from kit.link_relay import RelaySettings
 
 # ---- machines ----------------------------------------------------------------------------
 
@@ -325,9 +326,9 @@ class Machines:
 
     def _start_relay(self, switch: str) -> None:
         """Starts the relay in the bridge's namespace, with which it ends."""
-        module, said = "gradstream.testing.link_relay", json.dumps(asdict(self._relay))
+        script, said = link_relay.__file__, json.dumps(asdict(self._relay))
         process = subprocess.Popen(
-            ["ip", "netns", "exec", switch, sys.executable, "-P", "-m", module, said],
+            ["ip", "netns", "exec", switch, sys.executable, "-P", script, said],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,7 +2,7 @@
 
     machine ──eth0── near │ relay │ far ── port ── bridge
 
-    python -m gradstream.testing.link_relay '{"links": [["near0", "far0"]], "delay_s": 0.025, "loss": 0.01}'
+    python tests/kit/link_relay.py '{"links": [["near0", "far0"]], "delay_s": 0.025, "loss": 0.01}'
 
 runs in the network namespace of all these devices. It writes "ready", and at SIGTERM how many packets it has carried
 and dropped. Packets of one direction keep their order. What the kernel has not cut into segments yet stays whole: the
@@ -143,11 +143,11 @@ def main() -> None:
     """Runs a relay, by the settings in JSON on the command line, until SIGTERM."""
     relay = LinkRelay(RelaySettings(**json.loads(sys.argv[1])))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    print("ready", flush=True)  # noqa: T201  whoever has started it waits for that
+    print("ready", flush=True)
     try:
         relay.run()
     finally:
-        print(json.dumps({"carried": relay.num_carried, "lost": relay.num_lost}))  # noqa: T201
+        print(json.dumps({"carried": relay.num_carried, "lost": relay.num_lost}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Machines of `gradstream.testing.machines` with a server of ssh each, and a key for whoever made them."""
+"""Machines of `kit.machines` with a server of ssh each, and a key for whoever made them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gradstream
-from gradstream.testing.machines import Machines
+from kit.machines import Machines
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin:/bin") or ""
 """The server of ssh; "" if there is none (Debian: openssh-server)."""
