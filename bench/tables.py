@@ -664,14 +664,14 @@ def _time_to(rows: list[Record], *, seeds: bool = True) -> str:
 
 
 def large_batches() -> Places:
-    """Minima, starts, growing batches, saddles and updates, of what the study has so far."""
+    """Minima, starts, growing batches, saddles and updates."""
     record = recorded("large_batch_study")
-    studied = {f"study-{place}": text for place, text in large_batch.tables(record).items()}
-    return studied | _same_batch(recorded("same_batch"))
+    return {f"study-{place}": text for place, text in large_batch.tables(record).items()}
 
 
-def _same_batch(record: Record) -> Places:
+def same_batch() -> Places:
     """A batch of 1,024 in more parts, and more workers with 32 samples each."""
+    record = recorded("same_batch")
     networks = record["virtual"]["networks"]
     rows = [
         (f"{name} weights, `{way}`", networks[name][way])
@@ -719,7 +719,8 @@ PAGES: dict[str, Callable[[], Places]] = {
     "docs/codecs.md": codecs,
     "docs/collectives.md": collectives,
     "docs/guide/split.md": split,
-    "docs/large-batch.md": large_batches,
+    "studies/large_batch_study/README.md": large_batches,
+    "studies/same_batch/README.md": same_batch,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
     "docs/strategies/hybrid.md": hybrid,

@@ -67,11 +67,8 @@ def faults(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Itera
 
 def pages() -> list[Path]:
     """The documentation's pages."""
-    return [
-        *sorted(ROOT.glob("*.md")),
-        ROOT / "studies" / "README.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
-    ]
+    folders = [page for name in ("docs", "studies") for page in sorted((ROOT / name).rglob("*.md"))]
+    return [*sorted(ROOT.glob("*.md")), *folders]
 
 
 def anchors(page: Path) -> set[str]:

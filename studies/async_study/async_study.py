@@ -7,11 +7,11 @@ and 5. Time is virtual, gradients and strategies are the real ones. Every method
 
     nice -n 19 python studies/async_study/async_study.py  # all that is missing of it, two runs at a time
     python studies/async_study/async_study.py --only uneven  # one scene
-    python studies/async_study/async_study.py --page  # no runs: record, plots and pages of what is there
+    python studies/async_study/async_study.py --page  # no runs: plots and pages of the record
     python studies/async_study/async_study.py --quick --into DIR  # a small one, elsewhere
 
 Each finished run is a line of build/studies/async_study.jsonl, so that it can be stopped and started again.
-Keeps record.json, and the plots and tables of docs/strategies/study.md and distbelief.md.
+Keeps record.json, and the plots and tables of README.md, and those of docs/strategies/.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from study.findings import findings
 from study.methods import BY_NAME
 from study.runs import Key, row_of
 from study.scenes import BATCH_COUNTS, FIGURE_4, SCENES, Scene, warm_start
-
-PAGES, HERE = ROOT / "docs" / "strategies", Path(__file__).resolve().parent
 
 DRAWN = (
     "single",
@@ -122,7 +120,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="at a time")
     parser.add_argument("--into", type=Path, help="where everything goes, instead of the repository")
     given = parser.parse_args()
-    results, pages = given.into or HERE, given.into or PAGES
+    results = given.into or Path(__file__).resolve().parent
     path, commit = (given.into or work_folder()) / "async_study.jsonl", git_commit(ROOT)
     path.parent.mkdir(parents=True, exist_ok=True)
     scenes = quick_scenes() if given.quick else list(SCENES)
@@ -151,8 +149,8 @@ def main() -> None:
     for name, tables in page.tables(record).items():
         for place, text in tables.items():
             print(f"\n{place}\n{text}")
-        if (pages / f"{name}.md").exists():
-            put(pages / f"{name}.md", tables)
+        if given.into is None:
+            put(page.path_of(name), tables)
 
 
 if __name__ == "__main__":

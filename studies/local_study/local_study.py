@@ -31,7 +31,7 @@ from study.runs import Key, row_of
 from study.subject import TRAIN_SAMPLES
 
 RECORD = Path(__file__).with_name("record.json")
-PAGE = ROOT / "docs" / "strategies" / "local-study.md"
+PAGE = RECORD.with_name("README.md")
 BUDGETS_MB = (0.3, 1.0, 3.0, 10.0, 30.0)
 """Bytes of a worker, sent and received, that accuracies are compared at."""
 

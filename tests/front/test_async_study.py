@@ -238,8 +238,8 @@ def test_a_small_study_runs(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["study", "distbelief"])
-def test_percentages_in_the_text_are_in_the_tables(repository: Path, name: str) -> None:
-    page = (repository / "docs" / "strategies" / f"{name}.md").read_text()
+def test_percentages_in_the_text_are_in_the_tables(study: Modules, name: str) -> None:
+    page = study.page.path_of(name).read_text()
     tables = "".join(found[0] for found in TABLE.finditer(page))
     assert tables
     assert set(PERCENT.findall(TABLE.sub("", page))) <= set(PERCENT.findall(tables))
@@ -250,6 +250,6 @@ def test_pages_say_what_the_record_says(study: Modules, repository: Path) -> Non
     pages = study.page.tables(record)
     assert len(pages) == 2 + len(study.page.OWN)
     for name, tables in pages.items():
-        page = (repository / "docs" / "strategies" / f"{name}.md").read_text()
+        page = study.page.path_of(name).read_text()
         for place, text in tables.items():
             assert f"<!-- begin: {place} -->\n{text}\n<!-- end: {place} -->" in page, (name, place)

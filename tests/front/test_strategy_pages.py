@@ -18,7 +18,7 @@ HEADINGS = [
     "Measured",
     "Source",
 ]
-COMPARISONS = {"index", "study", "local-study", "distbelief"}
+COMPARISONS = {"index", "distbelief"}
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "strategies").glob("*.md"))
 
 

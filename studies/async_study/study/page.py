@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from common import table
+from common import ROOT, table
 from study import subject
 from study.findings import ITERATION, NEAR
 from study.methods import EXPONENTS
@@ -31,6 +32,13 @@ RULES = {"sgd": "fixed rate", "adagrad": "Adagrad", "lbfgs": "Sandblaster L-BFGS
 """Figure 5's lines."""
 SAME = "="
 """What stands behind a difference whose interval has 0 in it."""
+
+
+def path_of(page: str) -> Path:
+    """Where a page is: that of the study beside its record, those of strategies in docs/."""
+    if page == "study":
+        return ROOT / "studies" / "async_study" / "README.md"
+    return ROOT / "docs" / "strategies" / f"{page}.md"
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
