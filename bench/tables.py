@@ -81,10 +81,8 @@ def carriers() -> Places:
 
 
 def benchmarks() -> Places:
-    """Carriers, recovery, a storm of faults, and what protections cost."""
-    places = {"recovery": recovery_table(recorded("recovery")), "storm": storm_table(recorded("storm"))}
-    places["tax"] = tax_table(recorded("tax"))
-    return {**places, **carriers()}
+    """Carriers and recovery."""
+    return {"recovery": recovery_table(recorded("recovery")), **carriers()}
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -502,11 +500,10 @@ def codecs() -> Places:
     head = ["codec", "of the bytes", "encode", "decode", "pays below"]
     peers = ", ".join(f"{name} {speed:.2g}" for name, speed in record["torch_gb_s"].items())
     state = f"Medians of {record['repeats']}, one thread {where(record)}. Beside them: {peers}."
-    places = {"codec-speed": f"{table(head, rows)}\n\n{state}"}
-    return {**places, **slow_links(), **_link_bytes(), **_uneven_links()}
+    return {"codec-speed": f"{table(head, rows)}\n\n{state}"}
 
 
-def _link_bytes() -> Places:
+def link_bytes() -> Places:
     """What four cards send for an accuracy."""
     record = recorded("link_bytes")
     rows = [
@@ -534,7 +531,7 @@ TimesTo = dict[tuple[str, str], list[Record]]
 """By task and method: a row for each seed."""
 
 
-def _uneven_links() -> Places:
+def uneven_links() -> Places:
     """Times with one machine that is another way, over those that the machines' speeds allow."""
     record = recorded("uneven_links")
     titles = {
@@ -723,10 +720,15 @@ PAGES: dict[str, Callable[[], Places]] = {
     "studies/same_batch/README.md": same_batch,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
-    "docs/strategies/hybrid.md": hybrid,
+    "studies/hybrid/README.md": hybrid,
     "docs/strategies/pipelines.md": pipelines,
     "docs/strategies/ssp.md": ssp,
-    "docs/strategies/synthetic-gradients.md": synthetic_gradients,
+    "studies/synthetic_gradients/README.md": synthetic_gradients,
+    "studies/slow_links/README.md": slow_links,
+    "studies/link_bytes/README.md": link_bytes,
+    "studies/uneven_links/README.md": uneven_links,
+    "studies/storm/README.md": lambda: {"storm": storm_table(recorded("storm"))},
+    "studies/tax/README.md": lambda: {"tax": tax_table(recorded("tax"))},
 }
 
 if __name__ == "__main__":
