@@ -15,14 +15,8 @@ keeps them with machine, commit and date in bench/results/overlap.json.
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,16 +27,15 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from common import RESULTS, ROOT, command_line, keep, now
+from common import RESULTS, ROOT, command_line, keep, now, run_on
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.result import Run
 from gradstream.strategies import AllReduce
-from kit.machines import Machine, Machines, unavailable
+from kit.machines import Machines, unavailable
 
 WORKERS, BATCH, CLASSES = 2, 16, 10
 LAYERS, CHANNELS, PIXELS = 24, 128, 8
 WARM = 6  # steps
-LIMIT_S = 600.0
 
 
 # ---- what is trained --------------------------------------------------------------------------------
@@ -117,43 +110,8 @@ def trained(given: argparse.Namespace, machines: Machines, folder: Path) -> Run:
     steps = WARM + 2 * given.rounds * given.steps
     options = ["--strategy", f"{__file__}:Alternating", "--steps", str(steps), "--json", "--insecure"]
     options += ["--set", f"strategy.window={given.steps}", "--set", f"strategy.bucket_mib={given.bucket_mib}"]
-    listen = ["--listen", machines[0].address, "--wait", str(WORKERS), "--run-dir", str(folder / "run")]
-    listen += ["--servers-on", "launcher"]  # one card carries everybody's bytes
-    task = f"{__file__}:job"
-    launcher = start(machines[0], folder, "train", task, *listen, *options)
-    words = shlex.split(invitation(launcher))
-    # The line is made to be typed beside the job file; here the file has a path.
-    own = ["--name", "b", "--run-dir", str(folder / "b")]
-    other = start(machines[1], folder, *words[:2], task, *words[3:], *own)
-    for process in (other, launcher):
-        process.wait(LIMIT_S)
-    if other.returncode or launcher.returncode:
-        raise SystemExit(f"exit statuses {launcher.returncode}, {other.returncode}")
-    return Run.load(folder / "run")
-
-
-def start(machine: Machine, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A command line of gradstream on a machine, with one arithmetic thread."""
-    return machine.start(
-        [sys.executable, "-m", "gradstream", *arguments],
-        cwd=folder,
-        env={
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE if arguments[0] == "train" else None,
-    )
-
-
-def invitation(launcher: subprocess.Popen[str]) -> str:
-    """What the launcher prints to join it by; whatever it says afterwards is shown."""
-    assert launcher.stderr is not None
-    for line in launcher.stderr:
-        if found := re.search(r"gradstream (join .*)", line):
-            threading.Thread(target=sys.stderr.writelines, args=(launcher.stderr,), daemon=True).start()
-            return found[1]
-    raise SystemExit("the launcher has printed no line to join it by")
+    options += ["--servers-on", "launcher"]  # one card carries everybody's bytes
+    return run_on(machines, folder, f"{__file__}:job", *options)
 
 
 # ---- figures ----------------------------------------------------------------------------------------
