@@ -28,6 +28,9 @@ from gradstream.run.result import Run
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # the rigs of kit/
 RESULTS = ROOT / "bench" / "results"
+Record = Mapping[str, Any]
+Places = dict[str, str]
+"""By the name of a place on a page, what stands there."""
 DIGITS = 6
 """Significant ones of a figure in a record: more than any page shows."""
 
@@ -69,6 +72,21 @@ def kept(path: Path) -> dict[str, Any]:
     """The record in a file; an empty one if there is none."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found
+
+
+def recorded(name: str) -> Record:
+    """What a benchmark or a study has written; the part of a record behind a slash."""
+    name, _, part = name.partition("/")
+    study = ROOT / "studies" / name / "record.json"
+    found = kept(study if study.is_file() else RESULTS / f"{name}.json")
+    return found[part] if part else found
+
+
+def where(record: Record) -> str:
+    """The machine and the day of a record."""
+    machine = record["machine"]
+    machine = machine.get("machine", machine)
+    return f"on {machine['cores']} cores of an {machine['processor']}, {record['date'][:10]}"
 
 
 def keep_part(path: Path, part: str, record: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ def test_a_new_record_is_noticed(
     tables: Any, marks: Any, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(repository / "bench" / "results", tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(marks, "RESULTS", tmp_path)
     record = json.loads((tmp_path / "collectives.json").read_text())
     record["loopback"][-1]["median_s"]["tcp messages"] *= 1.1
     (tmp_path / "collectives.json").write_text(json.dumps(record))
