@@ -12,6 +12,7 @@ from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.durable.keeper import Unkept
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
@@ -56,11 +57,14 @@ class Cluster:
             total_steps=4,
         )
         ledger = Ledger(PartitionPlan(8, 2, 2), epochs=1)
+        assignment = BatchAssignment(ledger, 2, lead_s=10.0)
         membership = Membership(
-            started,
-            BatchDistribution(ledger=ledger, assignment=BatchAssignment(ledger, 2, lead_s=10.0)),
-            LossTolerance(survives_worker_loss=self.survives),
-            deadlines=DEADLINES,
+            CoordinatorPlan(
+                started=started,
+                distribution=BatchDistribution(ledger=ledger, assignment=assignment),
+                losses=LossTolerance(survives_worker_loss=self.survives),
+                deadlines=DEADLINES,
+            )
         )
         coordinator = Coordinator(
             self.virtual.runtime("coordinator"),

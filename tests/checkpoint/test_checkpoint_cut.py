@@ -15,7 +15,9 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
 from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.lead import Lost
 from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data import Ledger, PartitionPlan
@@ -293,12 +295,14 @@ def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep
     for rank in range(2):
         nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(4, 2, 2), epochs=1)
-    rounds = SnapshotRounds(SampleProgress(ledger, None, None), nodes, Policy())
+    progress = SampleProgress(ledger, None, None)
+    rounds = SnapshotRounds(progress, nodes, Policy(), OrphanedPushes(progress, nodes, redoes=False))
     rounds.finish(0.0)
     for kind in (v1.SnapshotReport.BEGUN, v1.SnapshotReport.REACHED):
-        for who in nodes.worker_names:
-            rounds.report(who, v1.SnapshotReport(number=1, kind=kind), 0.0)
+        for node in nodes.workers:
+            rounds.on_report(node, "snapshots", v1.SnapshotReport(number=1, kind=kind), 0.0)
     assert rounds.current is not None
     assert rounds.current.phase == v1.Snapshot.ENDED
-    nodes.remove("worker-1")
-    assert rounds.lost("worker-1", 0.0) == []
+    gone = nodes.remove("worker-1")
+    assert gone is not None
+    assert rounds.on_lost(Lost(gone, "", "worker-1", {}), 0.0) == []

@@ -13,9 +13,10 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream._version import __version__
 from gradstream.coordinator.assignment_replies import BatchDistribution
+from gradstream.coordinator.lead import Emit
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.nodes import Emit
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.stopping import FEWEST, StoppingCriterion, Until
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
@@ -245,14 +246,18 @@ def test_the_transitions_of_rounds() -> None:
     )  # fmt: skip
     ledger = Ledger(RoundPlan(40, 2, 2), epochs=1)
     membership = Membership(
-        started, BatchDistribution(ledger=ledger), LossTolerance(survives_worker_loss=False)
+        CoordinatorPlan(
+            started=started,
+            distribution=BatchDistribution(ledger=ledger),
+            losses=LossTolerance(survives_worker_loss=False),
+        )
     )
     spec = v1.ModelSpec(fingerprint=1, elems=64, dtype=v1.FLOAT32, chunk_elems=64)
     for rank in range(2):
         node = v1.Node(name=f"worker-{rank}", role="worker", rank=rank)
         membership.join(v1.Join(node=node, software=__version__, model=spec), 0.0)
-    assert membership.finish("enough", 1.0)
-    assert not membership.finish("enough again", 1.0)
+    assert membership.phases.finish("enough", 1.0)
+    assert not membership.phases.finish("enough again", 1.0)
 
     def says(rank: int, kind: v1.SnapshotReport.Kind, count: int = 0, **more: Any) -> v1.Snapshot:
         report = v1.SnapshotReport(number=1, kind=kind, count=count)

@@ -6,11 +6,12 @@ import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import BatchDistribution
+from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
+from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.nodes import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.progress import receipt_of
+from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
@@ -35,7 +36,7 @@ def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: i
     assignment = BatchAssignment(ledger, workers, lead_s=10.0)
     distribution = BatchDistribution(ledger=ledger, assignment=assignment)
     losses = LossTolerance(survives_worker_loss=survives)
-    return Membership(started, distribution, losses)
+    return Membership(CoordinatorPlan(started=started, distribution=distribution, losses=losses))
 
 
 def ask_of(number: int, *, wait: bool = False) -> v1.Ask:
@@ -100,7 +101,7 @@ def test_training_begins_without_a_worker_that_may_come_later() -> None:
     assert not [event for event in events(out) if isinstance(event, LeftEvent)]  # it was not there
     batches: list[v1.Receipt] = []  # all that there is to do
     for number in range(1, 5):
-        answer = membership.replies.assign("worker-0", ask_of(number), 0.0)
+        answer = membership.lead(AssignmentReplies).assign("worker-0", ask_of(number), 0.0)
         assert isinstance(answer, v1.Assigned)
         batches += answer.batches
     assert batches == [*receipts(0), *receipts(1)]
@@ -117,7 +118,7 @@ def test_the_run_finishes_with_the_last_receipt_and_the_last_worker() -> None:
     assert isinstance(finished, FinishedEvent)
     assert (finished.samples, finished.train_s) == (8, 2.0)
     assert membership.phases.phase == v1.Notice.FINISHED
-    assert not membership.lost("worker-0", "", 0.0)[0].event.lost  # type: ignore[union-attr]
+    assert not membership.lost("worker-0", "", 0.0)[0].event.lost  # type: ignore[attr-defined]
 
 
 def test_another_model_is_refused_naming_both() -> None:
@@ -179,10 +180,10 @@ def test_a_quarantined_worker_is_lost_for_good_and_so_is_its_certificate() -> No
     membership = gathered()
     receipt = v1.Receipt(epoch=0, partition=1, batch=0)
     for in_a_row in (1, 2, 3):
-        assert membership.quarantined("worker-1") == ""
+        assert "worker-1" not in membership.nodes.expelled
         refused = v1.Refused(batch=receipt, samples=4, step=7, what="a NaN \x1b[2J", in_a_row=in_a_row)
         membership.beat("worker-1", v1.Beat(refused=[refused]), 1.0)
-    why = membership.quarantined("worker-1")
+    why = membership.nodes.expelled["worker-1"]
     assert "its last 3 gradients were not finite (a NaN " in why and "\x1b" not in why
     membership.lost("worker-1", why, 2.0, b"digest of worker-1")
     assert membership.notice.revoked == [b"digest of worker-1"]
@@ -209,28 +210,30 @@ def test_batches_of_a_lost_worker_are_taken_over() -> None:
     for name in ("worker-1", "worker-0"):
         batches: list[v1.Receipt] = []
         for number in (1, 2):
-            answer = membership.replies.assign(name, ask_of(number), 0.0)
+            answer = membership.lead(AssignmentReplies).assign(name, ask_of(number), 0.0)
             assert isinstance(answer, v1.Assigned)
             batches += answer.batches
         assert batches == receipts(int(name[-1]))
     membership.beat("worker-1", v1.Beat(receipts=receipts(1, [0])), 1.0)
     membership.beat("worker-0", v1.Beat(receipts=receipts(0)), 1.0)
-    assert membership.replies.assign("worker-0", ask_of(3, wait=True), 1.0) is None
+    assert membership.lead(AssignmentReplies).assign("worker-0", ask_of(3, wait=True), 1.0) is None
     out = membership.lost("worker-1", "no sign of life", 0.0)
     left = only(out, LeftEvent)
     assert isinstance(left, LeftEvent)
     assert (left.lost, left.reason, left.epoch) == (True, "no sign of life", 2)
     assert membership.nodes.epoch == 2
-    answer = membership.replies.assign("worker-0", ask_of(3, wait=True), 2.0)
+    answer = membership.lead(AssignmentReplies).assign("worker-0", ask_of(3, wait=True), 2.0)
     assert isinstance(answer, v1.Assigned)
     assert list(answer.batches) == receipts(1, [1])
     assert not answer.complete
-    assert membership.replies.assign("worker-0", ask_of(3, wait=True), 3.0) == answer  # asked again
-    assert membership.replies.assign("worker-0", ask_of(4, wait=True), 3.0) is None
+    assert (
+        membership.lead(AssignmentReplies).assign("worker-0", ask_of(3, wait=True), 3.0) == answer
+    )  # asked again
+    assert membership.lead(AssignmentReplies).assign("worker-0", ask_of(4, wait=True), 3.0) is None
     out = membership.beat("worker-0", v1.Beat(receipts=receipts(1, [1]), finished=True), 2.0)
     assert [event.name for event in events(out)] == ["ledger", "finished"]
     assert events(out)[0].reassigned == 1  # type: ignore[attr-defined]
-    assert isinstance(membership.replies.assign("worker-1", ask_of(9), 3.0), Refuse)
+    assert isinstance(membership.lead(AssignmentReplies).assign("worker-1", ask_of(9), 3.0), Refuse)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator import Member
-from gradstream.coordinator.assignment_replies import BatchDistribution, ShareBalance
+from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution, ShareBalance
+from gradstream.coordinator.lead import Emit, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.message_checks import MessageChecks
-from gradstream.coordinator.nodes import Emit, Refuse
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -39,16 +39,22 @@ def join(name: str, **changes: Any) -> v1.Join:
     return request
 
 
-def membership(names: Sequence[str] = ("worker-0", "worker-1", "shard-0")) -> Membership:
+def membership(
+    names: Sequence[str] = ("worker-0", "worker-1", "shard-0"), ledger: OpenLedger | None = None
+) -> Membership:
     started = StartedEvent(
         job="j", workers=2, servers=1, strategy="synchronous", optimizer="sgd", num_parameters=0,
         num_samples=32, total_steps=8, in_rounds=True,
     )  # fmt: skip
     plan = RoundPlan(32, 4, 2, shares="measured")
     made = Membership(
-        started,
-        BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
-        LossTolerance(survives_worker_loss=True, quorum=1),
+        CoordinatorPlan(
+            started=started,
+            distribution=BatchDistribution(
+                ledger=ledger or Ledger(plan, epochs=2), balance=ShareBalance(plan)
+            ),
+            losses=LossTolerance(survives_worker_loss=True, quorum=1),
+        )
     )
     for name in names:
         assert not any(isinstance(one, Refuse) for one in made.join(join(name), 0.0))
@@ -66,6 +72,7 @@ BEATS = {
     "a shard that is quiesced": ("shard-0", v1.Beat(quiesced=1)),
     "a group of a shard": ("shard-0", v1.Beat(broken=1)),
     "a refused gradient of a shard": ("shard-0", v1.Beat(refused=[v1.Refused(batch=GOOD, in_a_row=1)])),
+    "an epoch that a shard begins": ("shard-0", v1.Beat(begun=[v1.Begun(step=0)])),
     "a sound gradient of a shard": ("shard-0", v1.Beat(sound=True)),
     "a refused gradient of no batch": (
         "worker-0",
@@ -126,16 +133,15 @@ def test_beats_that_can_be_pass() -> None:
 
 
 def test_receipts_of_an_open_ended_run_are_ones_own_and_not_far_ahead() -> None:
-    checks = MessageChecks(OpenLedger(2, rounds=False), 2)
-    node = v1.Node(name="worker-1", role="worker", rank=1)
-    checks.beat(node, v1.Beat(receipts=[v1.Receipt(partition=1, batch=5)]))
+    state = membership(ledger=OpenLedger(2, rounds=False))
+    state.check("worker-1", v1.Beat(receipts=[v1.Receipt(partition=1, batch=5)]))
     for receipt in (
         v1.Receipt(partition=0),
         v1.Receipt(partition=1, batch=HUGE),
         v1.Receipt(partition=1, epoch=1),
     ):
         with pytest.raises(RefusedError):
-            checks.beat(node, v1.Beat(receipts=[receipt]))
+            state.check("worker-1", v1.Beat(receipts=[receipt]))
 
 
 @pytest.mark.parametrize(
@@ -149,13 +155,13 @@ def test_measurements_that_are_none(changes: dict[str, Any]) -> None:
     state = membership()
     request = v1.Took(**{"rounds": 1.0, "samples": 4.0, "seconds": 0.5, "squares": 0.1, **changes})
     with pytest.raises(RefusedError):
-        state.replies.took("worker-0", request)
-    assert state.balance is not None
-    assert state.balance.sizes == (4, 4)
+        state.lead(AssignmentReplies).took("worker-0", request)
+    assert (balance := state.lead(AssignmentReplies).balance) is not None
+    assert balance.sizes == (4, 4)
 
 
 def test_only_workers_are_answered() -> None:
-    answers = membership().replies
+    answers = membership().lead(AssignmentReplies)
     for answer in (
         answers.assign("shard-0", v1.Ask(), 0.0),
         answers.ending("shard-0", v1.Ending()),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gradstream as gs
-from gradstream.coordinator.estates import Estates
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.data.base import Feed
 from gradstream.errors import PeerLostError
 from gradstream.run.result import Run
@@ -81,12 +81,12 @@ def test_a_replica_comes_back_whole_and_every_sample_counts_once(victim: str, tu
 def test_the_audit_shows_a_push_that_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a lost replica had without a receipt gets one, as if it were in the model."""
 
-    def receipts(self: Estates, estate: Any) -> Any:
-        self._receipt(estate, sorted(estate.held))
-        self._close(estate)
+    def receipts(self: OrphanedPushes, orphans: Any) -> Any:
+        self._receipt(orphans, sorted(orphans.held))
+        self._close(orphans)
         return []
 
-    monkeypatch.setattr(Estates, "_decide", receipts)
+    monkeypatch.setattr(OrphanedPushes, "_decide", receipts)
     assert audit_of(tokens(Killed("part1-1", 0.2, ("worker-1", "part1-1"))), SAMPLES, EPOCHS).lost
 
 

@@ -19,7 +19,7 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.estates import Estates
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.job.losses import losses_of
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
@@ -122,11 +122,10 @@ class Deaths:
             now = at_s
             self._kill(cluster, rank, part, comes_back)
         while self._scenario.follows and cluster.coordinator is not None:
-            estates = cluster.coordinator.membership.estates
-            if estates is not None and estates.errands:
-                heir = estates.errands[0].heir
+            if redos := cluster.coordinator.membership.lead(OrphanedPushes).redos:
+                substitute = redos[0].substitute
                 await director.sleep(self._rng.uniform(0.0, 0.05))
-                self._kill(cluster, heir, self._rng.randrange(self._scenario.split), True)
+                self._kill(cluster, substitute, self._rng.randrange(self._scenario.split), True)
                 return
             await director.sleep(5e-4)
 
@@ -254,18 +253,18 @@ def handed_out_again(patch: pytest.MonkeyPatch) -> None:
 
 def not_redone(patch: pytest.MonkeyPatch) -> None:
     """What some chunks have gets a receipt as if all had it."""
-    decide = Estates._decide
+    decide = OrphanedPushes._decide
 
-    def generous(self: Estates, estate: Any) -> Any:
-        for push in estate.pushes.values():
-            push.applied = estate.chunks if push.applied else 0
-        return decide(self, estate)
+    def generous(self: OrphanedPushes, orphans: Any) -> Any:
+        for push in orphans.pushes.values():
+            push.applied = orphans.chunks if push.applied else 0
+        return decide(self, orphans)
 
-    patch.setattr(Estates, "_decide", generous)
+    patch.setattr(OrphanedPushes, "_decide", generous)
 
 
 def new_identity(patch: pytest.MonkeyPatch) -> None:
-    """The heir redoes a torn push as a push of its own."""
+    """The substitute redoes a torn push as a push of its own."""
 
     async def redo(self: ServerClient, update: Any, behalf: Any, sequence: int) -> None:
         self._sequence += 1
@@ -276,19 +275,19 @@ def new_identity(patch: pytest.MonkeyPatch) -> None:
 
 def one_part_decides(patch: pytest.MonkeyPatch) -> None:
     """What a lost replica had is decided over the shards of its worker alone."""
-    report = Estates.report
+    report = OrphanedPushes.report
 
-    def of_workers(self: Estates, shard: str, estate: Any) -> Any:
-        if part_of(estate.sender):
-            estate.chunks = 0
-            del estate.pushes[:]
-        return report(self, shard, estate)
+    def of_workers(self: OrphanedPushes, shard: str, orphans: Any) -> Any:
+        if part_of(orphans.sender):
+            orphans.chunks = 0
+            del orphans.pushes[:]
+        return report(self, shard, orphans)
 
-    patch.setattr(Estates, "report", of_workers)
+    patch.setattr(OrphanedPushes, "report", of_workers)
 
 
 def only_parts_redo(patch: pytest.MonkeyPatch) -> None:
-    """The heir's worker says that it has redone its part of a push, and has not."""
+    """The substitute's worker says that it has redone its part of a push, and has not."""
     redo = ServerClient.redo
 
     async def spared(self: ServerClient, update: Any, behalf: Any, sequence: int) -> None:

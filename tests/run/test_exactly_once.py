@@ -17,7 +17,7 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.estates import Estates
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.errors import Interrupted
 from gradstream.job.losses import losses_of
 from gradstream.run.simulated import Script, SimulatedCluster
@@ -109,11 +109,11 @@ def script_of(scenario: Scenario, stop: bool) -> Script:
             await director.sleep(max(0.0, scenario.stop_s - now))
             cluster.stop()
         for _ in range(2000 if scenario.follows else 0):
-            estates = cluster.coordinator.membership.estates if cluster.coordinator else None
-            if estates and estates.errands:
-                heir = estates.errands[0].heir
+            membership = cluster.coordinator.membership if cluster.coordinator else None
+            if membership is not None and (redos := membership.lead(OrphanedPushes).redos):
+                substitute = redos[0].substitute
                 await director.sleep(rng.uniform(0.0, 0.03))
-                cluster.kill(f"worker-{heir}")
+                cluster.kill(f"worker-{substitute}")
                 return
             await director.sleep(5e-4)
 
@@ -200,7 +200,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def new_identity(patch: pytest.MonkeyPatch) -> None:
-    """The heir redoes a torn push as a push of its own."""
+    """The substitute redoes a torn push as a push of its own."""
 
     async def redo(self: ServerClient, update: Any, behalf: Any, sequence: int) -> None:
         self._sequence += 1
@@ -233,14 +233,14 @@ def without_estates(patch: pytest.MonkeyPatch) -> None:
 
 def torn_as_whole(patch: pytest.MonkeyPatch) -> None:
     """What some chunks have gets a receipt as if all had it."""
-    report = Estates.report
+    report = OrphanedPushes.report
 
-    def generous(self: Estates, shard: str, estate: Any) -> Any:
-        for one in estate.pushes:
-            one.applied = estate.chunks if one.applied else 0
-        return report(self, shard, estate)
+    def generous(self: OrphanedPushes, shard: str, orphans: Any) -> Any:
+        for one in orphans.pushes:
+            one.applied = orphans.chunks if one.applied else 0
+        return report(self, shard, orphans)
 
-    patch.setattr(Estates, "report", generous)
+    patch.setattr(OrphanedPushes, "report", generous)
 
 
 def found(plant: Plant, seeds: range, **changes: Any) -> Iterator[TokenAudit]:

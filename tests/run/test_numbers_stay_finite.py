@@ -13,8 +13,10 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.nodes import Offences
+from gradstream.coordinator.lead import Emit, Instruction
+from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.refused_gradients import RefusedGradients
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
@@ -285,27 +287,35 @@ def test_a_model_that_has_diverged_ends_the_run_with_the_parameters_before(strat
         assert len(last) == 1
 
 
-def test_offences() -> None:
-    ledger = Ledger(PartitionPlan(8, 2, 2), epochs=1)
-    offences, workers = Offences(SampleProgress(ledger, 8, None), 2), ["worker-0", "worker-1"]
+def test_refused_gradients() -> None:
+    ledger, nodes = Ledger(PartitionPlan(8, 2, 2), epochs=1), Nodes(2, 0)
+    workers = [v1.Node(name=f"worker-{rank}", role="worker", rank=rank) for rank in range(2)]
+    for node in workers:
+        nodes.add(node)
+    ends: list[str] = []
 
-    def refused(who: str, *in_a_row: int) -> tuple[list[int], str]:
-        one = [
-            v1.Refused(batch=v1.Receipt(partition=int(who[-1])), what="a NaN", in_a_row=n) for n in in_a_row
-        ]
-        out, diverged = offences.heard(who, v1.Beat(refused=one), workers)
-        return [emit.event.in_a_row for emit in out if isinstance(emit.event, GradientRefusedEvent)], diverged
+    def abort(who: str, error: str, message: str) -> list[Instruction]:
+        ends.append(message)
+        return []
 
-    assert refused("worker-0", 1) == ([1], "")
-    assert offences.reason("worker-0") == ""
-    assert offences.heard("worker-0", v1.Beat(sound=True), workers) == ([], "")
-    assert refused("worker-1", 1) == ([1], "")
-    assert offences.reason("worker-1") == ""
-    assert refused("worker-1", 2) == ([2], "")
-    assert offences.reason("worker-1") == "quarantined, since its last 2 gradients were not finite (a NaN)"
-    assert refused("worker-0", 1) == ([1], "")
-    events, diverged = refused("worker-1", 3, 4)  # the run ends with the first
-    assert events == [3] and "3 in a row: the model has diverged" in diverged
+    gradients = RefusedGradients(SampleProgress(ledger, 8, None), nodes, 2, abort)
+
+    def refused(rank: int, in_a_row: int) -> int:
+        one = v1.Refused(batch=v1.Receipt(partition=rank), what="a NaN", in_a_row=in_a_row)
+        (emit,) = gradients.on_report(workers[rank], "refused", one, 0.0)
+        assert isinstance(emit, Emit) and isinstance(emit.event, GradientRefusedEvent)
+        return emit.event.in_a_row
+
+    assert refused(0, 1) == 1
+    assert not nodes.expelled
+    assert not gradients.on_report(workers[0], "sound", True, 0.0)
+    assert (refused(1, 1), nodes.expelled) == (1, {})
+    assert refused(1, 2) == 2
+    assert nodes.expelled == {"worker-1": "quarantined, since its last 2 gradients were not finite (a NaN)"}
+    assert refused(0, 1) == 1
+    assert not ends
+    assert refused(1, 3) == 3
+    assert len(ends) == 1 and "3 in a row: the model has diverged" in ends[0]
 
 
 def test_the_ledger_drops_a_refused_minibatch_once() -> None:

@@ -25,7 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
-from gradstream.coordinator.message_checks import MessageChecks
+from gradstream.coordinator.message_checks import RequestChecks
+from gradstream.coordinator.progress import SampleProgress
 from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
@@ -280,22 +281,19 @@ def test_only_so_many_epochs_without_steps_are_remembered(monkeypatch: pytest.Mo
         v1.TakeOver(epoch=v1.Begun(step=-(1 << 60)), parts=[3, 3], per_step=1, step=3),
         v1.TakeOver(epoch=v1.Begun(step=0, epoch=1), oldest=2, parts=[3, 3], per_step=1, step=3),
         v1.TakeOver(epoch=v1.Begun(step=0, epoch=1 << 20), parts=[3, 3], per_step=1, step=3),
-        v1.Beat(begun=[v1.Begun(step=1 << 60)]),
     ],
 )
-def test_what_cannot_be_is_refused(said: Any) -> None:
-    checks, worker = MessageChecks(lone()[0], 2), v1.Node(name="worker-0", role="worker")
+def test_what_cannot_be_is_refused(said: v1.TakeOver) -> None:
+    checks = RequestChecks(lone()[0], 2)
     checks.take_over("worker-0", v1.TakeOver(epoch=v1.Begun(step=-9), step=-3))
-    check = checks.beat if isinstance(said, v1.Beat) else checks.take_over
     with pytest.raises(gs.errors.RefusedError, match="worker-0"):
-        check(worker if isinstance(said, v1.Beat) else "worker-0", said)  # type: ignore[arg-type]
+        checks.take_over("worker-0", said)
 
 
-def test_a_server_begins_no_epoch() -> None:
-    with pytest.raises(gs.errors.RefusedError, match="begin epochs"):
-        MessageChecks(lone()[0], 2).beat(
-            v1.Node(name="shard-0", role="shard"), v1.Beat(begun=[v1.Begun(step=0)])
-        )
+def test_an_epoch_from_an_impossible_step_is_refused() -> None:
+    progress, node = SampleProgress(lone()[0], None, None), v1.Node(name="worker-0", role="worker")
+    with pytest.raises(gs.errors.RefusedError, match="worker-0"):
+        progress.check(node, "begun", v1.Begun(step=1 << 60))
 
 
 def test_a_worker_that_was_done_leaves_nothing() -> None:

@@ -16,8 +16,11 @@ import torch
 import gradstream as gs
 from gradstream import sparse
 from gradstream.checkpoint.policy import Policy
-from gradstream.coordinator.nodes import Discard, Emit, Nodes
+from gradstream.coordinator.lead import Emit, Lost
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.snapshot import Discard
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
@@ -114,7 +117,11 @@ def two_workers(shards: int) -> tuple[SnapshotRounds, Nodes]:
     for rank in range(2):
         nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1)
-    return SnapshotRounds(SampleProgress(ledger, None, None), nodes, Policy()), nodes
+    progress = SampleProgress(ledger, None, None)
+    return SnapshotRounds(progress, nodes, Policy(), OrphanedPushes(progress, nodes, redoes=False)), nodes
+
+
+GONE = Lost(v1.Node(name="worker-1", role="worker", rank=1), "", "worker-1", {})
 
 
 def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:
@@ -124,7 +131,7 @@ def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run
     assert cut is not None
     cut.phase = v1.Snapshot.WRITE
     nodes.remove("worker-1")
-    (discard, event, _) = cuts.lost("worker-1", 1.0)
+    (discard, event, _) = cuts.on_lost(GONE, 1.0)
     assert isinstance(discard, Discard)
     assert isinstance(event, Emit) and isinstance(event.event, CheckpointFailedEvent)
     # Where there are shards, these write, and no worker is needed for it.
@@ -133,7 +140,7 @@ def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run
     assert cuts.current is not None
     cuts.current.phase = v1.Snapshot.WRITE
     nodes.remove("worker-1")
-    assert cuts.lost("worker-1", 3.0) == []
+    assert cuts.on_lost(GONE, 3.0) == []
 
 
 # ---- real processes ---------------------------------------------------------------------------

@@ -15,8 +15,9 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.admission import StandIns
 from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.job.files import load_job
@@ -177,37 +178,42 @@ def nodes_of(*ranks: int) -> Nodes:
 
 
 def told(stand_ins: StandIns) -> list[tuple[int, str, int]]:
-    return [(one.rank, one.worker, one.newcomer) for one in stand_ins.as_notice()]
+    notice = v1.Notice()
+    stand_ins.notice(notice)
+    return [(one.rank, one.worker, one.newcomer) for one in notice.stand_ins]
+
+
+def hands_over(stand_ins: StandIns, rank: int, report: v1.HandOver) -> bool:
+    node = v1.Node(name=f"worker-{rank}", role="worker", rank=rank)
+    return bool(stand_ins.on_report(node, "handed", report, 0.0))
 
 
 def test_whoever_has_least_to_do_stands_in() -> None:
     nodes = nodes_of(0, 1, 2, 3)
-    stand_ins = StandIns(nodes)
+    stand_ins = StandIns(nodes, SampleProgress(Ledger(RoundPlan(48, 4, 4), epochs=2), None, None))
     for rank in (1, 2):
         nodes.remove(f"worker-{rank}")
-        stand_ins.lost(rank)
+        stand_ins.on_absent(rank)
     assert told(stand_ins) == [(1, "worker-0", 0), (2, "worker-3", 0)]
     nodes.remove("worker-0")
-    stand_ins.lost(0)
+    stand_ins.on_absent(0)
     assert told(stand_ins) == [(0, "worker-3", 0), (1, "worker-3", 0), (2, "worker-3", 0)]
 
 
 def test_a_newcomer_begins_where_its_stand_in_has_handed_over_to_it_and_no_earlier_one() -> None:
     nodes = nodes_of(0, 1)
-    stand_ins = StandIns(nodes)
+    stand_ins = StandIns(nodes, SampleProgress(Ledger(RoundPlan(48, 4, 4), epochs=2), None, None))
     nodes.remove("worker-1")
-    stand_ins.lost(1)
+    stand_ins.on_absent(1)
     hand_over = v1.HandOver(rank=1, round=9, newcomer=8)
-    assert not stand_ins.handed_over("worker-0", hand_over)  # nobody is there
+    assert not hands_over(stand_ins, 0, hand_over)  # nobody is there
     nodes.add(v1.Node(name="worker-1", role="worker", rank=1, incarnation=8))
     nodes.entering.add("worker-1")
     assert told(stand_ins) == [(1, "worker-0", 8)]
     assert nodes.active_workers == ["worker-0"]
-    assert not stand_ins.handed_over("worker-1", hand_over)  # not the one that stands in
-    assert not stand_ins.handed_over(
-        "worker-0", v1.HandOver(rank=1, round=7, newcomer=6)
-    )  # to one that is lost
-    assert stand_ins.handed_over("worker-0", hand_over)
+    assert not hands_over(stand_ins, 1, hand_over)  # not the one that stands in
+    assert not hands_over(stand_ins, 0, v1.HandOver(rank=1, round=7, newcomer=6))  # to one that is lost
+    assert hands_over(stand_ins, 0, hand_over)
     assert told(stand_ins) == []
     node = nodes.get("worker-1")
     assert node is not None

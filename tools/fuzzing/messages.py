@@ -19,13 +19,14 @@ from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import BatchDistribution, ShareBalance
+from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution, ShareBalance
 from gradstream.coordinator.checkpoint_writer import lies_in
+from gradstream.coordinator.lead import Emit, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.nodes import Emit, Refuse
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.presence_service import EventGate
 from gradstream.coordinator.progress import receipt_of
+from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import QueuePlan
 from gradstream.data.ledger import Ledger
@@ -107,9 +108,11 @@ def _membership(*, joined: bool = True) -> Membership:
     """Of two workers that go through 4 rounds in each of 2 epochs, with a quorum."""
     plan = RoundPlan(32, 4, WORKERS, shares="measured")
     membership = Membership(
-        _started(in_rounds=True),
-        BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
-        LossTolerance(survives_worker_loss=True, quorum=1),
+        CoordinatorPlan(
+            started=_started(in_rounds=True),
+            distribution=BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
+            losses=LossTolerance(survives_worker_loss=True, quorum=1),
+        )
     )
     return _joined(membership) if joined else membership
 
@@ -120,22 +123,24 @@ def _asynchronous() -> Membership:
     assignment = BatchAssignment(ledger, WORKERS, lead_s=10.0)
     return _joined(
         Membership(
-            _started(),
-            BatchDistribution(ledger=ledger, assignment=assignment),
-            LossTolerance(survives_worker_loss=True),
+            CoordinatorPlan(
+                started=_started(),
+                distribution=BatchDistribution(ledger=ledger, assignment=assignment),
+                losses=LossTolerance(survives_worker_loss=True),
+            )
         )
     )
 
 
 def _state(membership: Membership) -> object:
-    ledger = membership.progress.ledger
+    ledger, balance = membership.progress.ledger, membership.lead(AssignmentReplies).balance
     return (
         membership.notice.SerializeToString(deterministic=True),
         ledger.num_receipts,
         ledger.num_samples,
         dict(membership.progress.dropped),
         tuple(membership.nodes.unfinished),
-        tuple(membership.balance.sizes if membership.balance else ()),
+        tuple(balance.sizes if balance else ()),
     )
 
 
@@ -150,7 +155,7 @@ def _beat(data: bytes) -> None:
     membership, who = _membership(), _who(data)
     beat = v1.Beat.FromString(data[1:])
     if beat.snapshots:
-        membership.stop(0.0)  # begins no cut, where there is no disk
+        membership.phases.ask_to_stop(0.0)  # begins no cut, where there is no disk
     before = _state(membership)
     try:
         membership.check(who, beat)
@@ -178,7 +183,7 @@ def _asks(data: bytes) -> None:
     """An ask for minibatches, an end, or shares, by the second byte."""
     kind = data[1] & 3 if len(data) > 1 else 0
     membership, who, body = _membership() if kind else _asynchronous(), _who(data), data[2:]
-    answers, before = membership.replies, _state(membership)
+    answers, before = membership.lead(AssignmentReplies), _state(membership)
     answer: object
     try:
         match kind:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,10 @@ from gradstream._version import __version__
 from gradstream.checkpoint.format import of_spec
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.own_state import CHECK
-from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Notify, Refuse
-from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.lead import Emit, Instruction, Lead, Notify, Refuse
+from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.data.base import BatchRef
-from gradstream.data.ledger import Ledger
-from gradstream.data.open_ledger import OpenLedger
 from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.telemetry.events import Event, LeftEvent, StartedEvent
 from gradstream.untrusted import parse_json
@@ -32,7 +28,7 @@ MAX_ELEMS, MAX_CHUNKS, MAX_DIMENSIONS = 1 << 44, 1 << 24, 64
 _ADDRESS = re.compile(r"[ -~]{0,1024}")
 
 
-class Admission:
+class Admission(Lead):
     """Checks nodes that want to join, and keeps the model as the first worker has registered it.
 
     Args:
@@ -59,6 +55,11 @@ class Admission:
         if resume is not None:
             self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
         self._rows_open = resume is not None  # it may exchange other rows, and be split into other parts
+
+    def notice(self, notice: v1.Notice) -> None:
+        """Adds the registered model."""
+        if self.model is not None:
+            notice.model.CopyFrom(self.model)
 
     def with_model(self, started: StartedEvent) -> StartedEvent:
         """Fills the registered model into the record of a run as planned."""
@@ -219,147 +220,6 @@ def _describe(spec: v1.ModelSpec) -> str:
     )
 
 
-# ---- stand ins ---------------------------------------------------------------------------
-
-
-class StandIns:
-    """Knows which workers compute the minibatches of lost workers.
-
-    Args:
-        nodes: the members of the run.
-        hands_over: True, with servers: a newcomer begins when its stand-in hands over. False, in a group: all workers
-            meet again when a newcomer joins, and begin the next round together; it counts as active from its first
-            receipt on.
-
-    Attributes:
-        ever_lost: ranks of the workers that were ever lost. Receipts of theirs may have been on their way.
-    """
-
-    KEPT = ("_by_rank", "ever_lost")
-    """See `durable.state`."""
-
-    def __init__(self, nodes: Nodes, *, hands_over: bool = True) -> None:
-        self._nodes = nodes
-        self._hands_over = hands_over
-        self._by_rank: dict[int, str] = {}  # by rank of a lost worker, the name of the worker that stands in
-        self.ever_lost: set[int] = set()
-
-    def lost(self, rank: int) -> None:
-        """Finds a stand-in for a lost worker, and for all that it stood in for: whoever has least to do."""
-        self.ever_lost.add(rank)
-        active = self._nodes.active_workers
-        vacant = {rank, *(other for other, name in self._by_rank.items() if name not in active)}
-        for one in sorted(vacant):
-            self._by_rank.pop(one, None)
-            load = Counter(self._by_rank.values())
-            self._by_rank[one] = min(active, key=lambda name: load[name])
-
-    def settle(self, ledger: Ledger | OpenLedger) -> None:
-        """Accounts for the parts of lost workers in rounds that are in the model."""
-        if isinstance(ledger, Ledger):
-            for rank in self.ever_lost:
-                ledger.settle_rounds(rank)
-
-    def joined(self, node: v1.Node) -> None:
-        """Notes that a new process has taken the place of a lost worker."""
-        self._nodes.entering.add(node.name)
-        if not self._hands_over:
-            self._by_rank.pop(node.rank, None)
-
-    def heard(self, name: str) -> None:
-        """Notes that a receipt of a worker has come. A newcomer of a group has parameters by then."""
-        if not self._hands_over:
-            self._nodes.entering.discard(name)
-
-    def handed_over(self, who: str, handed: v1.HandOver) -> bool:
-        """Notes that a stand-in has handed over to a newcomer. Returns whether the newcomer begins.
-
-        It does not if it was lost meanwhile: the stand-in hears that, and goes on.
-        """
-        if self._by_rank.get(handed.rank) != who or self._newcomer(handed.rank) != handed.newcomer:
-            return False
-        del self._by_rank[handed.rank]
-        self._nodes.enter(f"worker-{handed.rank}", handed.round)
-        return True
-
-    def at_end(self, number: int) -> bool:
-        """Lets newcomers begin after the last round, where none is left to be handed over. Returns whether any waited.
-
-        Args:
-            number: version of the final parameters.
-        """
-        waiting = sorted(self._nodes.entering) if self._hands_over else []
-        for name in waiting:
-            self._nodes.enter(name, number)
-        return bool(waiting)
-
-    def _newcomer(self, rank: int) -> int:
-        """Incarnation of the worker that waits to begin as this rank; 0 for none."""
-        name = f"worker-{rank}"
-        return self._nodes.incarnations[name] if name in self._nodes.entering else 0
-
-    def as_notice(self) -> list[v1.StandIn]:
-        """Returns them as notices contain them."""
-        return [
-            v1.StandIn(rank=rank, worker=name, newcomer=self._newcomer(rank))
-            for rank, name in sorted(self._by_rank.items())
-        ]
-
-
-# ---- left out ----------------------------------------------------------------------------
-# `LeftOut`: the rounds of lost workers, where workers exchange in pairs and rounds go on without them. Pure.
-#
-#     worker r is lost            its part of each round that another worker has gone through is dropped
-#     a new process joins as r    nothing more is dropped: it copies another worker's state, and goes on in its round
-#     its first receipt comes     its part of the rounds before that one is dropped
-#
-# What is dropped is in the summary of the run.
-
-
-class LeftOut:
-    """Drops what nobody computes.
-
-    Args:
-        ledger: the minibatches of the run.
-    """
-
-    KEPT = ("_gone", "_entering")
-    """See `durable.state`."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._gone: set[int] = set()
-        self._entering: set[int] = set()
-
-    def lost(self, rank: int) -> None:
-        """A worker is lost."""
-        self._entering.discard(rank)
-        self._gone.add(rank)
-        self.settle()
-
-    def joined(self, rank: int) -> None:
-        """A new process has taken the place of a lost worker."""
-        self._gone.discard(rank)
-        self._entering.add(rank)
-
-    def heard(self, rank: int, refs: Iterable[BatchRef], *, finished: bool) -> None:
-        """Takes in receipts of a worker, which are in the ledger, and whether it is through with all rounds."""
-        if rank in self._entering:
-            plan = self._ledger.plan
-            first = [plan.batches_before(rank, ref.epoch) + ref.batch for ref in refs]
-            if first or finished:
-                self._entering.discard(rank)
-                self._ledger.leave_out(rank, min(first, default=self._ledger.most_begun))
-        self.settle()
-
-    def settle(self) -> None:
-        """Drops the part of lost workers in rounds that others have gone through."""
-        if self._gone:
-            until = self._ledger.latest(but=self._gone) + 1
-            for rank in sorted(self._gone):
-                self._ledger.leave_out(rank, until)
-
-
 # ---- gathering ---------------------------------------------------------------------------
 
 
@@ -372,8 +232,7 @@ class Gathering:
         admission: the model as the workers have registered it.
         progress: the minibatches in the model.
         phases: the phase of the run.
-        stand_ins: which worker computes a lost worker's share of each round; None if nobody does.
-        participation: which workers take part; None if all do.
+        leads: hear of the workers without which it begins.
         join_s: see `Deadlines`.
     """
 
@@ -384,8 +243,7 @@ class Gathering:
         admission: Admission,
         progress: SampleProgress,
         phases: Phases,
-        stand_ins: StandIns | None,
-        participation: ParticipationSchedule | None,
+        leads: Sequence[Lead],
         join_s: float,
     ) -> None:
         self._join_s = join_s
@@ -394,8 +252,7 @@ class Gathering:
         self._admission = admission
         self._progress = progress
         self._phases = phases
-        self._stand_ins = stand_ins
-        self._participation = participation
+        self._leads = leads
 
     def proceed(self, at_s: float) -> list[Instruction]:
         """Begins the training if nobody else is waited for."""
@@ -434,16 +291,9 @@ class Gathering:
     def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:
         """Begins the training without workers that were lost in the phase before, or may come later."""
         out, reason = self._begin(at_s), "it did not come back for this phase of the job"
-        ledger = self._progress.ledger
         for who in missing:
-            rank = int(who.rpartition("-")[2])
-            ledger.lost(rank)
-            if self._stand_ins is not None:
-                self._stand_ins.lost(rank)
-            if self._participation is not None:
-                self._participation.lost(who)
+            for lead in self._leads:
+                out += lead.on_absent(int(who.rpartition("-")[2]))
             if who not in self._nodes.gone:  # these were reported when they were lost
                 out.append(Emit(LeftEvent(who=who, lost=True, reason=reason, epoch=self._nodes.epoch)))
-        if self._stand_ins is not None:
-            self._stand_ins.settle(ledger)
         return [*out, Notify()]

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.message_checks import MessageChecks
-from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Refuse
+from gradstream.coordinator.lead import Emit, Instruction, Lead, Lost, Refuse
+from gradstream.coordinator.message_checks import RequestChecks
+from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.progress import receipt_of
@@ -110,27 +111,27 @@ class BatchDistribution:
         balance: decides the shares of a round by measured speed; None leaves them as planned.
         assignment: hands out minibatches to workers that ask; None if workers go through rounds, or bring
             data of their own.
-        participation: which workers take part, where the strategy decides that; None if all do.
+        drives: whether the strategy decides which workers take part.
     """
 
     ledger: Ledger | OpenLedger
     balance: ShareBalance | None = None
     assignment: BatchAssignment | None = None
-    participation: ParticipationSchedule | None = None
+    drives: bool = False
 
 
-class AssignmentReplies:
+class AssignmentReplies(Lead):
     """Answers from the present state. Methods that take a request raise RefusedError if it is impossible.
 
     Args:
         distribution: how the minibatches reach the workers.
+        participation: which workers take part; None if all do.
         nodes: only members get answers.
         phases: no answer waits in a run that is over.
         snapshots: a run that ends early hands out nothing more.
-        checks: checks the requests.
 
     Attributes:
-        assignment: see `BatchDistribution`.
+        assignment, balance: see `BatchDistribution`.
     """
 
     KEPT = ("_asked", "_answered")
@@ -142,19 +143,19 @@ class AssignmentReplies:
     def __init__(
         self,
         distribution: BatchDistribution,
+        participation: ParticipationSchedule | None,
         nodes: Nodes,
         phases: Phases,
         snapshots: SnapshotRounds,
-        checks: MessageChecks,
     ) -> None:
         self._ledger = distribution.ledger
-        self._balance = distribution.balance
+        self.balance = distribution.balance
         self.assignment = distribution.assignment
-        self._participation = distribution.participation
+        self._participation = participation
         self._nodes = nodes
         self._phases = phases
         self._snapshots = snapshots
-        self._checks = checks
+        self._checks = RequestChecks(distribution.ledger, nodes.num_workers)
         self._asked: dict[str, int] = {}  # by worker, the number of its newest request
         self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of its newest answered one, and the answer
         self._present: tuple[list[v1.Node], frozenset[str], list[int]] = (
@@ -165,14 +166,26 @@ class AssignmentReplies:
 
     # ---- minibatches ----------------------------------------------------------------------
 
-    def joined(self, node: v1.Node) -> None:
+    def durable(self) -> dict[str, object]:
+        """See `Lead`."""
+        parts = {"replies": self, "assignment": self.assignment, "balance": self.balance}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
         """Forgets the requests and the speed of the process whose place a worker takes."""
+        if node.role != "worker":
+            return []
         self._asked.pop(node.name, None)
         self._answered.pop(node.name, None)
         if self.assignment is not None:
             self.assignment.joined(node.rank)
-        if self._balance is not None and node.role == "worker":
-            self._balance.joined(node.rank)
+        if self.balance is not None:
+            self.balance.joined(node.rank)
+        return []
+
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
+        """Decides the shares for which the others wait."""
+        return self.rebalance() if lost.worker else []
 
     def measured(self, who: str, request: v1.Ask) -> list[Instruction]:
         """Takes the speed that a worker has measured since it asked for minibatches last."""
@@ -266,10 +279,10 @@ class AssignmentReplies:
     def took(self, who: str, request: v1.Took) -> list[Instruction]:
         """Notes the speed that a worker has measured and sends to ask for the shares (samples) of a round."""
         node = self._worker(who)
-        if isinstance(node, Refuse) or self._balance is None:
+        if isinstance(node, Refuse) or self.balance is None:
             return []
         self._checks.took(who, node.rank, request)
-        self._balance.took(node.rank, (request.epoch, request.batch), _speed_of(request))
+        self.balance.took(node.rank, (request.epoch, request.batch), _speed_of(request))
         return self.rebalance()
 
     def shares(self, who: str, request: v1.Took) -> v1.Shares | Refuse | None:
@@ -277,19 +290,17 @@ class AssignmentReplies:
         node = self._worker(who)
         if isinstance(node, Refuse):
             return node
-        if self._balance is None:
+        if self.balance is None:
             return Refuse(v1.BAD_REQUEST, f"{who} asks for shares in a run that does not measure them")
-        sizes = self._balance.decided((request.epoch, request.batch))
+        sizes = self.balance.decided((request.epoch, request.batch))
         return None if sizes is None else v1.Shares(samples=sizes)
 
     def rebalance(self) -> list[Instruction]:
         """Decides the shares that workers wait for, once all that are in, and do not wait to begin, have asked."""
-        if self._balance is None:
+        if self.balance is None:
             return []
         waiting = self._nodes.entering
-        decided = self._balance.decide(
-            [node.rank for node in self._nodes.workers if node.name not in waiting]
-        )
+        decided = self.balance.decide([node.rank for node in self._nodes.workers if node.name not in waiting])
         return [] if decided is None else [Emit(decided)]
 
     def _worker(self, who: str) -> v1.Node | Refuse:

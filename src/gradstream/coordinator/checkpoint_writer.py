@@ -23,9 +23,11 @@ from gradstream.checkpoint.manifest import JobPhase, Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.own_tensors import Kind, ask_own, file_of_own
 from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.assignment_replies import AssignmentReplies
 from gradstream.coordinator.context import CoordinatorContext
-from gradstream.coordinator.nodes import Commit, Discard, Instruction, Prepare
-from gradstream.coordinator.snapshot import Snapshot
+from gradstream.coordinator.lead import Instruction
+from gradstream.coordinator.snapshot import Commit, Discard, Prepare, Snapshot
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import DataError, GradstreamError, RefusedError
 from gradstream.model.buffers import Buffers
@@ -83,14 +85,16 @@ class CheckpointWriter:
         self._context = context
         self._runtime = context.runtime
         self._membership = context.membership
+        self._rounds = context.membership.lead(SnapshotRounds)
         self._options = options
         self._resume = context.membership.progress.resume
         self._open: dict[int, _Open] = {}  # by number of the snapshot
         self._left_over = False  # a draft has failed, and some of its files may still be there
         self._tasks: dict[asyncio.Task[None], None] = {}
 
-    def carry_out(self, instruction: Prepare | Commit | Discard) -> None:
+    def carry_out(self, instruction: Instruction) -> None:
         """Begins to carry out an instruction; the state machine gets the outcome."""
+        assert isinstance(instruction, Prepare | Commit | Discard)
         kind, number = type(instruction).__name__.lower(), instruction.snapshot.number
         task = self._runtime.spawn(self._work(instruction), name=f"{self._runtime.node}-{kind}-{number}")
         self._tasks[task] = None
@@ -101,7 +105,7 @@ class CheckpointWriter:
         await self._runtime.gather(*self._tasks)
 
     async def _work(self, instruction: Prepare | Commit | Discard) -> None:
-        snapshot, rounds, age_s = instruction.snapshot, self._membership.snapshots, self._context.age_s
+        snapshot, rounds, age_s = instruction.snapshot, self._rounds, self._context.age_s
         out: list[Instruction] = []
         try:
             if isinstance(instruction, Prepare):
@@ -116,7 +120,7 @@ class CheckpointWriter:
         except (OSError, GradstreamError) as error:
             if snapshot is rounds.current:
                 out = rounds.fail(self._runtime.node, f"{type(error).__name__}: {error}", age_s())
-        self._context.carry_out([*out, *self._membership.after_snapshot()])
+        self._context.carry_out([*out, *self._membership.phases.after_snapshot()])
 
     @property
     def resumed_from(self) -> str:
@@ -232,6 +236,7 @@ class CheckpointWriter:
             before = {} if self._resume is None else self._resume.steps  # also of workers that are no more
             steps = {**before, **{who: begin[who] + count for who, count in snapshot.stop_at.items()}}
             samples = {}
+        balance = self._membership.lead(AssignmentReplies).balance
         manifest = replace(
             options.template,
             step=snapshot.step,
@@ -252,9 +257,9 @@ class CheckpointWriter:
                 "chunk_elems": spec.chunk_elems,
                 "optimizer": spec.optimizer,
             },
-            evaluated=self._membership.snapshots.evaluated,
+            evaluated=self._rounds.evaluated,
             dropped=self._membership.progress.dropped,
-            shares=self._membership.balance.sizes if self._membership.balance is not None else (),
+            shares=() if balance is None else balance.sizes,
             phase=self._phase(over=snapshot.last and self._membership.phases.crossing),
         )
         others = opened.others

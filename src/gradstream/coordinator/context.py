@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradstream.coordinator.durable.keeper import Keeper
+from gradstream.coordinator.lead import Instruction
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.nodes import Instruction
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.transport.base import Endpoint

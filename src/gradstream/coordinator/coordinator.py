@@ -7,24 +7,22 @@ reading them: see `relay`.
 
 from __future__ import annotations
 
-import asyncio
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from gradstream.checkpoint.manifest import Evaluated
+from gradstream.coordinator.assignment_replies import AssignmentReplies
 from gradstream.coordinator.checkpoint_writer import CheckpointHandler, CheckpointOptions, CheckpointWriter
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.durable.state import KeptState
-from gradstream.coordinator.early_ends import EarlyEnds
+from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.nodes import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
+from gradstream.coordinator.participation import ParticipationDriver
 from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.presence_service import Admitted, PresenceService
 from gradstream.coordinator.relay import Age, RunClock
-from gradstream.data.ledger import Ledger
-from gradstream.errors import ConfigError, GradstreamError, UserCodeError
+from gradstream.coordinator.resharding import Resharding
+from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.tasks import Wakeup
 from gradstream.telemetry.events import (
@@ -37,125 +35,6 @@ from gradstream.telemetry.events import (
 )
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
-
-# ---- participation driver ----------------------------------------------------------------
-# `ParticipationDriver`: runs a strategy's `drive` on the coordinator.
-#
-# A checkpoint contains nothing of the drive. The drive goes by what is in the model: in a resumed run it begins
-# again, and all waits that were over return at once.
-
-
-class ParticipationDriver:
-    """Runs a strategy's `drive`, which sets how many workers take part. Implements `strategies.api.Participation`.
-
-    Args:
-        context: see `CoordinatorContext`, of a run whose strategy has a `drive`.
-        drive: the strategy's schedule.
-        clock: time of the run.
-    """
-
-    def __init__(
-        self,
-        context: CoordinatorContext,
-        drive: Callable[[ParticipationDriver], Awaitable[None]],
-        clock: RunClock,
-    ) -> None:
-        assert context.membership.participation is not None
-        self._context = context
-        self._membership = context.membership
-        self._participation = context.membership.participation
-        self._drive = drive
-        self._clock = clock
-        self._look_s = context.deadlines.notice_s
-        self._changed = Wakeup()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Begins the drive."""
-        runtime = self._context.runtime
-        self._task = runtime.spawn(self._run(), name=f"{runtime.node}-drive")
-
-    def stop(self) -> None:
-        """Ends the drive."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def look(self) -> None:
-        """Lets the drive look whether what it waits for has come."""
-        self._changed.ring()
-
-    async def _run(self) -> None:
-        """Runs the drive to its end. An exception that it raises ends the run."""
-        try:
-            await self._drive(self)
-            self._check_active("drive() is over")
-        except Exception as error:
-            text = "" if isinstance(error, ConfigError) else traceback.format_exc()
-            name, message = type(error).__name__, str(error)
-            if not isinstance(error, GradstreamError):
-                name, message = "UserCodeError", f"drive() of the strategy raised {name}: {message}"
-            self._context.carry_out(self._membership.participation_failed(name, message, text))
-
-    # ---- the strategy's view --------------------------------------------------------------
-
-    @property
-    def workers(self) -> list[str]:
-        """See `Participation`."""
-        return self._membership.nodes.worker_names
-
-    @property
-    def num_samples(self) -> int:
-        """See `Participation`."""
-        return self._counted(self._membership.progress.samples_per_epoch)
-
-    @property
-    def total_samples(self) -> int:
-        """See `Participation`."""
-        ledger = self._membership.progress.ledger
-        assert isinstance(ledger, Ledger)
-        return self._counted(ledger.total_samples) + self._membership.progress.num_samples_before
-
-    @property
-    def samples(self) -> int:
-        """See `Participation`."""
-        return self._counted(self._membership.progress.num_samples)
-
-    async def set_active_workers(self, count: int, phase: str = "") -> None:
-        """See `Participation`."""
-        self._context.carry_out(self._membership.set_active_workers(count, phase))
-        while self._participation.awaited:
-            await self._changed.rung(self._context.runtime, self._look_s)
-
-    async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
-        """See `Participation`."""
-        while not self._passed(samples, seconds):
-            self._check_active("drive() waits for progress")
-            left_s = self._look_s if seconds is None else min(self._look_s, seconds - self._clock.time_s())
-            await self._changed.rung(self._context.runtime, max(left_s, 1e-3))
-
-    def _passed(self, samples: float | None, seconds: float | None) -> bool:
-        if samples is not None and self.samples >= samples:
-            return True
-        if seconds is not None:
-            return self._clock.time_s() >= seconds
-        return samples is None
-
-    def _check_active(self, when: str) -> None:
-        if self._participation.wanted < 1:
-            raise UserCodeError(
-                f"{when}, but no worker takes part: it must call set_active_workers() with at least 1 before",
-                "",
-            )
-
-    @staticmethod
-    def _counted(samples: int | None) -> int:
-        if samples is None:
-            raise ConfigError(
-                "a drive goes by the number of samples in the model, and a stream does not count its samples: "
-                "leave out warm starts and waves, or wait for seconds"
-            )
-        return samples
-
 
 # ---- request service ---------------------------------------------------------------------
 # `RequestService`: answers the requests of workers. The workers' side is `client.requests`.
@@ -170,7 +49,7 @@ class RequestService:
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
-        self._replies = context.membership.replies
+        self._replies = context.membership.lead(AssignmentReplies)
         self._waiting: dict[Wakeup, None] = {}  # one for each request whose answer has to wait
         context.endpoint.serve("assign", self._serve_assign, model=False)
         context.endpoint.serve("ending", self._serve_ending, model=False)
@@ -254,7 +133,6 @@ class Coordinator:
         membership: the state machine to carry out.
         keeper: takes the events of all nodes and of the coordinator, and keeps the state.
         checkpoints: how checkpoints are made; None makes none.
-        early_ends: ends the run or this phase early; None lets it run to its last data epoch.
         drive: the strategy's schedule of participation; None if all workers take part.
         place: the place of this phase of the job among the others; None if the job has none.
 
@@ -272,7 +150,6 @@ class Coordinator:
         *,
         keeper: Keeper,
         checkpoints: CheckpointOptions | None = None,
-        early_ends: EarlyEnds | None = None,
         drive: Callable[[ParticipationDriver], Awaitable[None]] | None = None,
         place: PhasePlace | None = None,
     ) -> None:
@@ -281,7 +158,6 @@ class Coordinator:
         self.membership = membership
         self._begun = False  # the training of this phase
         self._keeper = keeper
-        self._early_ends = early_ends or EarlyEnds(membership)
         clock = None if place is None else place.clock
         self.clock = clock or RunClock(runtime, membership.progress.earlier_s)
         endpoint.on_damage = lambda peer, size_bytes: self.emit(
@@ -291,6 +167,7 @@ class Coordinator:
         self._age_s = Age(runtime)
         self._ended = Wakeup()  # rings when the run is over, and when a node is gone
         self._failed: FailedEvent | None = None
+        self._num_news = 0  # of what has its receipt
         context = CoordinatorContext(
             runtime, endpoint, membership, carry_out=self._carry_out, age_s=self._age_s, keeper=keeper
         )
@@ -310,7 +187,7 @@ class Coordinator:
         )
         self._requests = RequestService(context)
         kept = {"clock": self.clock, "age": self._age_s, "heard": self._presences}
-        state = KeptState({**membership.parts(), **kept, **self._early_ends.parts})
+        state = KeptState({**membership.parts(), **kept})
         if place is not None:
             state.add("job_phase", place)
         restored = keeper.restored
@@ -372,7 +249,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Asks the run to stop, with a checkpoint if training has begun; `run` returns then."""
-        self._carry_out(self.membership.stop(self._age_s()))
+        self._carry_out(self.membership.phases.ask_to_stop(self._age_s()))
 
     def reshard(self, servers: int, token: str = "") -> list[str]:
         """Asks the run to change its number of shards while it goes on; "reshard" events tell the outcome.
@@ -388,7 +265,11 @@ class Coordinator:
             ConfigError: the run cannot do that, or not now; an event says so, too.
         """
         try:
-            self._carry_out(self.membership.reshard(servers, token, self._age_s()))
+            if not self.membership.phases.training:
+                raise ConfigError(
+                    f"reshard: servers={servers}: the run is not training; ask again when it is"
+                )
+            self._carry_out(self.membership.lead(Resharding).begin(servers, token, self._age_s()))
         except ConfigError as error:
             self.emit(
                 ReshardEvent(
@@ -408,22 +289,17 @@ class Coordinator:
     # ---- reports of the nodes -------------------------------------------------------------
 
     def _take_events(self, admitted: Admitted) -> None:
-        """Keeps events of a node, notes the latest evaluation, and looks whether the criterion is reached."""
+        """Keeps events of a node, of which some have consequences."""
         self._keeper.emit(admitted.lines)
         for event in admitted.events:
-            if event["event"] == "evaluated":
-                score = self._early_ends.score(event)
-                evaluated = Evaluated(event["step"], event["accuracy"], event["loss"], score)
-                self.membership.snapshots.evaluated = evaluated
-            if ends := self._early_ends.event(event, self._age_s()):
-                self._carry_out(ends)
+            if out := self.membership.event(event, self._age_s()):
+                self._carry_out(out)
 
-    def _after_beat(self, beat: v1.Beat) -> None:
+    def _after_beat(self) -> None:
         if self._driver is not None:
             self._driver.look()
-        if beat.receipts or beat.verdicts:
-            if ends := self._early_ends.counted(self._age_s()):
-                self._carry_out(ends)
+        if self.membership.progress.num_news > self._num_news:
+            self._num_news = self.membership.progress.num_news
             self._requests.wake()
 
     def _after_loss(self) -> None:
@@ -455,13 +331,17 @@ class Coordinator:
             elif isinstance(instruction, Notify):
                 self._presences.notify()
                 self._requests.wake()
-            elif isinstance(instruction, Prepare | Commit | Discard):
-                assert self._writer is not None
+            elif self._writer is not None:
                 self._writer.carry_out(instruction)
         if self.membership.phases.over:
             self._ended.ring()
 
     def _begin_training(self) -> None:
-        self._early_ends.begin(self._runtime, self.clock, lambda ask: self._carry_out(ask(self._age_s())))
+        for lead in self.membership.leads:
+            for time_s, ask in lead.timers():
+                self._runtime.call_later(
+                    max(0.0, time_s - self.clock.time_s()),
+                    lambda ask=ask: self._carry_out(ask(self._age_s())),  # type: ignore[misc]
+                )
         if self._driver is not None:
             self._driver.start()

@@ -1,21 +1,24 @@
 """`EarlyEnds`: what ends a run, or a phase of its job, before its epochs do, or says how it goes on.
 
-events of all nodes, samples in the model, time ──▶ EarlyEnds ──▶ `Membership.finish`, `cross`, `grow`
+events of all nodes, samples in the model, time ──▶ EarlyEnds ──▶ `Phases.finish`, `finish_phase`, `grow`
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from gradstream.checkpoint.manifest import Evaluated
+from gradstream.coordinator.admission import Admission
+from gradstream.coordinator.lead import Instruction, Lead
 from gradstream.coordinator.link_choice import LinkChoice
-from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.nodes import Instruction
-from gradstream.coordinator.relay import RunClock
+from gradstream.coordinator.phases import Phases
+from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stopping import StoppingCriterion, score_of
-from gradstream.runtime.base import Runtime
 from gradstream.wire.frames import itemsize_bytes
 
 # ---- variance test -----------------------------------------------------------------------
@@ -102,89 +105,107 @@ class VarianceTest:
 # ---- early ends --------------------------------------------------------------------------
 
 
-class EarlyEnds:
-    """Looks whether a criterion is reached. What then has to happen comes as instructions.
+@dataclass(frozen=True, slots=True)
+class EndCriteria:
+    """What may end a run, or a phase of its job, early.
 
     Args:
-        membership: the state machine of the run.
         run: ends the run early; None lets it run to its last data epoch.
         phase: ends this phase of the job early; None lets it run to its last epoch or step.
         variance_test: makes the batches of this phase grow; None if nothing does.
         links: chooses how the next phase exchanges; None if the job says that.
     """
 
+    run: StoppingCriterion | None = None
+    phase: StoppingCriterion | None = None
+    variance_test: VarianceTest | None = None
+    links: LinkChoice | None = None
+
+
+class EarlyEnds(Lead):
+    """Looks whether a criterion is reached. What then has to happen comes as instructions.
+
+    Args:
+        criteria: what to look at.
+        phases: ends the run, or this phase.
+        progress: counts the samples in the model.
+        admission: has the model whose exchange the links are chosen for.
+        snapshots: checkpoints say how good the latest evaluation was.
+    """
+
     def __init__(
         self,
-        membership: Membership,
-        run: StoppingCriterion | None = None,
-        phase: StoppingCriterion | None = None,
-        variance_test: VarianceTest | None = None,
-        links: LinkChoice | None = None,
+        criteria: EndCriteria,
+        phases: Phases,
+        progress: SampleProgress,
+        admission: Admission,
+        snapshots: SnapshotRounds,
     ) -> None:
-        self._membership = membership
-        self._run = run
-        self._phase = phase
-        self._variance_test = variance_test
-        self._links = links
+        self._criteria = criteria
+        self._phases = phases
+        self._progress = progress
+        self._admission = admission
+        self._snapshots = snapshots
 
-    @property
-    def parts(self) -> dict[str, object]:
-        """What is kept for a new process of the coordinator, by name: see `durable.state`."""
+    def durable(self) -> dict[str, object]:
+        """See `Lead`."""
+        criteria = self._criteria
         parts = {
-            "criterion": self._run,
-            "phase_criterion": self._phase,
-            "variance_test": self._variance_test,
-            "links": self._links,
+            "criterion": criteria.run,
+            "phase_criterion": criteria.phase,
+            "variance_test": criteria.variance_test,
+            "links": criteria.links,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def _each(self) -> Iterator[tuple[StoppingCriterion, Callable[[str, float], list[Instruction]]]]:
         """Each criterion, with what happens when it is reached."""
-        if self._run is not None:
-            yield self._run, self._membership.finish
-        if self._phase is not None:
-            yield self._phase, self._membership.cross
+        if self._criteria.run is not None:
+            yield self._criteria.run, self._phases.finish
+        if self._criteria.phase is not None:
+            yield self._criteria.phase, self._phases.finish_phase
 
-    def begin(
-        self,
-        runtime: Runtime,
-        clock: RunClock,
-        reached: Callable[[Callable[[float], list[Instruction]]], None],
-    ) -> None:
-        """Sets the timers of criteria that go by time; `reached` gets what has to be asked for its instructions."""
-        for criterion, end in self._each:
-            if criterion.until.seconds is not None:
-                left_s = max(0.0, criterion.until.seconds - clock.time_s())
-                runtime.call_later(left_s, partial(reached, partial(end, criterion.timed())))
+    def timers(self) -> list[tuple[float, Callable[[float], list[Instruction]]]]:
+        """When the criteria are reached that go by time."""
+        return [
+            (criterion.until.seconds, partial(end, criterion.timed()))
+            for criterion, end in self._each
+            if criterion.until.seconds is not None
+        ]
 
-    def event(self, event: Mapping[str, Any], at_s: float) -> list[Instruction]:
-        """Takes an event of any node, as it is in `events.jsonl`."""
+    def on_event(self, event: Mapping[str, Any], at_s: float) -> list[Instruction]:
+        """Looks at an event of any node."""
         out: list[Instruction] = []
+        if event["event"] == "evaluated":
+            score = self._score(event)
+            self._snapshots.evaluated = Evaluated(event["step"], event["accuracy"], event["loss"], score)
         if event["event"] == "converged":
-            out += self._membership.cross(event["reason"], at_s)
-        if self._links is not None and (model := self._membership.admission.model) is not None:
-            self._links.event(event)
+            out += self._phases.finish_phase(event["reason"], at_s)
+        links, model = self._criteria.links, self._admission.model
+        if links is not None and model is not None:
+            links.event(event)
             size = (model.elems, itemsize_bytes(model.dtype))
             if event["event"] in ("step", "rehearsed"):
-                reason = self._links.ends(*size)
+                reason = links.ends(*size)
                 if reason or event["rank"] == 0:
-                    self._membership.phases.chosen = self._links.chosen(*size).as_json()
-                out += self._membership.cross(reason, at_s) if reason else []
-        if self._variance_test is not None and (grown := self._variance_test.event(event)):
-            out += self._membership.grow(grown, at_s)
+                    self._phases.chosen = links.chosen(*size).as_json()
+                out += self._phases.finish_phase(reason, at_s) if reason else []
+        test = self._criteria.variance_test
+        if test is not None and (grown := test.event(event)):
+            out += self._phases.grow(grown, at_s)
         for criterion, end in self._each:
             if criterion.needs_events and (reason := criterion.event(event)):
                 out += end(reason, at_s)
         return out
 
-    def score(self, event: Mapping[str, Any]) -> float | None:
+    def _score(self, event: Mapping[str, Any]) -> float | None:
         """What the first criterion that monitors a figure says of an event "evaluated": see `Until.score`."""
         watched = [criterion.until for criterion, _ in self._each if criterion.until.monitors]
         return score_of(event, watched[0]) if watched else None
 
-    def counted(self, at_s: float) -> list[Instruction]:
+    def on_progress(self, at_s: float) -> list[Instruction]:
         """Looks at the number of samples in the model."""
-        samples = self._membership.progress.num_samples
+        samples = self._progress.num_samples
         reached = [(end, criterion.counted(samples)) for criterion, end in self._each]
         return [one for end, reason in reached if reason for one in end(reason, at_s)]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from gradstream.coordinator.progress import SampleProgress, ref_of
-from gradstream.coordinator.snapshot import Snapshot
-from gradstream.telemetry.events import Event, GradientRefusedEvent
-from gradstream.untrusted import escaped
+from gradstream.coordinator.lead import SHARDS, WORKERS, Emit, Instruction, Lead, Notify
+from gradstream.telemetry.events import BackedUpEvent
 from gradstream.wire import v1
 from gradstream.wire.chunks import Placement, member_name, replica_of
 
@@ -27,7 +23,7 @@ class _Workers(NamedTuple):
     names: list[str]
 
 
-class Nodes:
+class Nodes(Lead):
     """The nodes of a run. A name is a role and a rank: "worker-0", "shard-1".
 
     Args:
@@ -48,6 +44,7 @@ class Nodes:
             each worker that joins later, and each group that has failed without a loss.
         first_epoch: 1, or one more than the last of the phase before, so that nobody takes a late message of that.
         leaving: names of workers that were asked to go, and have said that they do.
+        expelled: why members count as lost although they live, by name. They may not come back.
         backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
         entering: names of workers that have joined late, and wait for the round in which they begin.
     """
@@ -61,12 +58,15 @@ class Nodes:
         "_finished",
         "leaving",
         "entering",
+        "expelled",
         "backed_up",
         "placement",
         "newcomers",
         "handing_over",
     )
     """See `durable.state`."""
+
+    REPORTS: ClassVar = {"broken": WORKERS, "backed_up": SHARDS}
 
     CACHES = ("_in_order", "_workers", "_incarnations")
     """What follows from other attributes, and is made anew where it is missing."""
@@ -99,6 +99,7 @@ class Nodes:
         self._finished: set[str] = set()
         self.leaving: set[str] = set()
         self.entering: set[str] = set()
+        self.expelled: dict[str, str] = {}
         self.backed_up: dict[str, int] = {}
 
     @property
@@ -117,6 +118,10 @@ class Nodes:
     def missing_shards(self) -> list[str]:
         """Names of the shards that should hold parameters, and are not in."""
         return [name for name in self.placement.names if name not in self._nodes]
+
+    def awaits(self, name: str) -> bool:
+        """Whether a node of this name is one of the shards that are about to hold the parameters."""
+        return self.newcomers is not None and name in self.newcomers.names
 
     def begin(self) -> None:
         """Begins the first epoch: no shard has anything yet that its backup lacks."""
@@ -226,6 +231,23 @@ class Nodes:
             self._in_order = sorted(self._nodes.values(), key=lambda node: (node.role, node.rank))
         return self._in_order
 
+    def notice(self, notice: v1.Notice) -> None:
+        """Adds the members, and which shards hold the parameters."""
+        notice.epoch, notice.first_epoch = self.epoch, self.first_epoch
+        notice.nodes.extend(self.as_notice())
+        notice.placement.CopyFrom(self.placement.as_message())
+        notice.revoked.extend(self.revoked)
+
+    def on_report(self, node: v1.Node, kind: str, report: int, at_s: float) -> list[Instruction]:
+        """Takes that a worker's group has failed although all are there, or that a shard has a backup."""
+        if kind == "backed_up":
+            self.backed_up[node.name] = report
+            return [Emit(BackedUpEvent(who=node.name))] if self.is_backed_up(node.name) else []
+        if report != self.epoch:
+            return []
+        self.epoch += 1  # under which the same workers form another group
+        return [Notify()]
+
     def add(self, node: v1.Node) -> None:
         """Adds a member, which is in since the present epoch."""
         self.leaving.discard(node.name)
@@ -270,139 +292,7 @@ class Nodes:
             return None
         had_finished = name in self._finished
         self._finished.discard(name)
-        heir = self.workers[0] if self.workers else None
-        if node.role == "worker" and not had_finished and heir is not None and node.rank < heir.rank:
-            self._finished.discard(heir.name)
+        following = self.workers[0] if self.workers else None
+        if node.role == "worker" and not had_finished and following and node.rank < following.rank:
+            self._finished.discard(following.name)
         return node
-
-
-# ---- instructions ------------------------------------------------------------------------
-# Instructions of the state machines of membership to the coordinator.
-
-
-@dataclass(frozen=True, slots=True)
-class Notify:
-    """Send the new notice to all members."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Refuse the request."""
-
-    code: v1.Code
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Add the record to the events of the run."""
-
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """All workers are paused: open a draft, ask them for their own state, then call `prepared`."""
-
-    snapshot: Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Everything is written: make it a checkpoint, then call `committed`."""
-
-    snapshot: Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """The snapshot has failed: remove its files."""
-
-    snapshot: Snapshot
-
-
-Instruction = Notify | Refuse | Emit | Prepare | Commit | Discard
-
-
-# ---- offences ----------------------------------------------------------------------------
-# Which workers' gradients are not finite, and what becomes of the workers, as a pure state machine.
-#
-#     a gradient is refused          the run goes on without it
-#     `limit` of a worker in a row   the worker is quarantined: it counts as lost from then on
-#     likewise, and the newest gradient of every other worker was refused, too:
-#                                    the model has diverged, and the run ends
-#
-# A worker counts its own refused gradients in a row, since it alone knows their order.
-
-WHAT_BYTES = 512
-"""The most bytes that are kept of what is wrong with a gradient."""
-
-
-class Offences:
-    """The refused gradients of all workers.
-
-    Args:
-        progress: counts their minibatches as dropped.
-        limit: number of refused gradients in a row for which a worker is quarantined, at least 1.
-        whole_rounds: whether those of all workers in the round are left out with a refused gradient.
-    """
-
-    KEPT = ("_in_a_row", "_reasons")
-    """See `durable.state`."""
-
-    def __init__(self, progress: SampleProgress, limit: int, *, whole_rounds: bool = False) -> None:
-        self._progress = progress
-        self._limit = limit
-        self._whole_rounds = whole_rounds
-        self._in_a_row: dict[str, int] = {}
-        self._reasons: dict[str, str] = {}
-
-    def heard(self, who: str, beat: v1.Beat, workers: Collection[str]) -> tuple[list[Emit], str]:
-        """Takes in what a worker reports of its gradients, up to the one with which the run ends.
-
-        Args:
-            who: the worker.
-            beat: its report.
-            workers: names of the workers that are in.
-
-        Returns:
-            The events of its refused gradients, and why the run ends with the last of them; "" if it goes on.
-        """
-        out, diverged = [], ""
-        for refused in beat.refused:
-            ref, what = ref_of(refused.batch), escaped(refused.what, WHAT_BYTES)
-            self._progress.refused(ref, refused.samples, what, whole_round=self._whole_rounds)
-            event = GradientRefusedEvent(
-                who=who,
-                step=refused.step,
-                epoch=ref.epoch,
-                batch=ref.batch,
-                samples=refused.samples,
-                what=what,
-                in_a_row=refused.in_a_row,
-            )
-            out.append(Emit(event))
-            if diverged := self._refused(who, refused.in_a_row, what, workers):
-                break
-        if beat.sound:  # its newest gradient is finite: the row ends
-            self._in_a_row.pop(who, None)
-        return out, diverged
-
-    def _refused(self, who: str, in_a_row: int, what: str, workers: Collection[str]) -> str:
-        """Counts a refused gradient. Returns why the run ends with it; "" if it goes on."""
-        self._in_a_row[who] = in_a_row
-        if in_a_row < self._limit:
-            return ""
-        gradients = "its last gradient was" if in_a_row == 1 else f"its last {in_a_row} gradients were"
-        self._reasons[who] = f"quarantined, since {gradients} not finite ({what})"
-        if not all(self._in_a_row.get(one) for one in workers):
-            return ""
-        whose = "of every worker" if len(workers) > 1 else "of the worker"
-        return (
-            f"{what}. The newest gradients {whose} are not finite, {in_a_row} in a row: the model has diverged. Lower "
-            "the learning rate, scale the inputs, or clip the gradient. None of them is in the parameters"
-        )
-
-    def reason(self, who: str) -> str:
-        """Why a worker is quarantined; "" if it is not."""
-        return self._reasons.get(who, "")

@@ -10,10 +10,23 @@ get those.
 
 from __future__ import annotations
 
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from gradstream.data.hands import Hands
+from gradstream.coordinator.lead import WORKERS, Emit, Instruction, Lead, Lost, Notify
+from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.relay import RunClock
+from gradstream.data.ledger import Ledger
+from gradstream.errors import ConfigError, GradstreamError, UserCodeError
+from gradstream.runtime.tasks import Wakeup
+from gradstream.telemetry.events import ParticipationEvent
 from gradstream.wire import v1
+
+if TYPE_CHECKING:
+    from gradstream.coordinator.context import CoordinatorContext
 
 
 @dataclass(slots=True)
@@ -25,11 +38,11 @@ class Interval:
     quiesced: bool = True
 
 
-class ParticipationSchedule:
+class ParticipationSchedule(Lead):
     """Decides which workers take part.
 
     Args:
-        hands: gives the minibatches of paused workers to others.
+        progress: counts the samples in the model. Its ledger gives the minibatches of paused workers to others.
         num_workers: number of workers.
 
     Attributes:
@@ -40,10 +53,14 @@ class ParticipationSchedule:
     KEPT = ("phase", "wanted", "_intervals")
     """See `durable.state`."""
 
-    def __init__(self, hands: Hands, num_workers: int) -> None:
+    REPORTS: ClassVar = {"quiesced": WORKERS}
+
+    def __init__(self, progress: SampleProgress, num_workers: int) -> None:
+        assert isinstance(progress.ledger, Ledger)
         self.phase = ""
         self.wanted = 0
-        self._hands = hands
+        self._progress = progress
+        self._hands = hands = progress.ledger.hands
         self._intervals = {f"worker-{rank}": Interval() for rank in range(num_workers)}
         for rank in range(num_workers):
             hands.pause(rank)
@@ -63,53 +80,71 @@ class ParticipationSchedule:
         """Names of the workers that are paused and not quiesced yet."""
         return [name for name, interval in self._intervals.items() if not interval.quiesced]
 
-    def set_active_workers(self, count: int, phase: str) -> None:
-        """Lets `count` workers take part from now on."""
+    def set_active_workers(self, count: int, phase: str) -> list[Instruction]:
+        """Lets `count` workers take part from now on. `phase` is the strategy's word for that."""
         self.wanted, self.phase = count, phase
         self._update()
+        return self._changed()
 
-    def quiesced(self, who: str, number: int) -> bool:
-        """Notes that a worker has pushed all that it had begun. Returns False for another interval."""
-        interval = self._intervals.get(who)
-        if interval is None or interval.quiesced or number != interval.number:
-            return False
+    def on_report(self, node: v1.Node, kind: str, report: int, at_s: float) -> list[Instruction]:
+        """Notes that a worker has pushed all that it had begun. That of another interval changes nothing."""
+        interval = self._intervals.get(node.name)
+        if interval is None or interval.quiesced or report != interval.number:
+            return []
         interval.quiesced = True
-        self._hands.pause(_rank(who))
+        self._hands.pause(node.rank)
         self._update()
-        return True
+        return [Notify()]
 
-    def lost(self, who: str) -> bool:
-        """Removes a lost worker, whose minibatches were taken back. Returns whether another worker replaces it."""
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
+        """Removes a lost worker, whose minibatches were taken back. Tells if another worker replaces it."""
         before = self.active
-        self._intervals.pop(who, None)
-        self._update()
-        return any(name not in before for name in self.active)
+        self._remove(lost.worker)
+        return self._changed() if any(name not in before for name in self.active) else []
 
-    def joined(self, who: str) -> bool:
-        """Adds a worker in the place of a lost one, paused. Returns whether it takes part at once."""
-        self._intervals[who] = Interval()
+    def on_absent(self, rank: int) -> list[Instruction]:
+        """Removes a worker that has not come."""
+        self._remove(f"worker-{rank}")
+        return []
+
+    def _remove(self, worker: str) -> None:
+        self._intervals.pop(worker, None)
+        self._update()
+
+    def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
+        """Adds a worker in the place of a lost one, paused. Tells if it takes part at once."""
+        if node.role != "worker":
+            return []
+        self._intervals[node.name] = Interval()
         self._intervals = dict(sorted(self._intervals.items(), key=lambda one: _rank(one[0])))
-        self._hands.pause(_rank(who))
+        self._hands.pause(node.rank)
         self._update()
-        return not self._intervals[who].paused
+        return [] if self._intervals[node.name].paused else self._changed()
 
-    def dismiss(self) -> bool:
-        """Resumes all workers, so that they learn that nothing is left to do. Returns whether any was paused."""
+    def on_complete(self) -> list[Instruction]:
+        """Resumes all workers, so that they learn that nothing is left to do."""
         if not self.paused:
-            return False
-        self.set_active_workers(len(self._intervals), self.phase)
-        return True
+            return []
+        self.wanted = len(self._intervals)
+        self._update()
+        return [Notify()]
 
     def interval_of(self, who: str) -> v1.Interval:
         """Returns the interval of a worker as notices contain it."""
         interval = self._intervals[who]
         return v1.Interval(number=interval.number, paused=interval.paused)
 
-    def as_notice(self) -> v1.Participation:
-        """Returns the intervals of all workers as notices contain them."""
-        return v1.Participation(
-            intervals={name: self.interval_of(name) for name in self._intervals}, phase=self.phase
+    def notice(self, notice: v1.Notice) -> None:
+        """Adds the intervals of all workers."""
+        intervals = {name: self.interval_of(name) for name in self._intervals}
+        notice.participation.CopyFrom(v1.Participation(intervals=intervals, phase=self.phase))
+
+    def _changed(self) -> list[Instruction]:
+        """Reports which workers take part now."""
+        event = ParticipationEvent(
+            phase=self.phase, active=self.active, paused=self.paused, samples=self._progress.num_samples
         )
+        return [Emit(event), Notify()]
 
     def _update(self) -> None:
         for place, (name, interval) in enumerate(self._intervals.items()):
@@ -124,3 +159,123 @@ class ParticipationSchedule:
 
 def _rank(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+# ---- driver ------------------------------------------------------------------------------
+# Runs a strategy's `drive` on the coordinator.
+#
+# A checkpoint contains nothing of the drive. The drive goes by what is in the model: in a resumed run it begins
+# again, and all waits that were over return at once.
+
+
+class ParticipationDriver:
+    """Runs a strategy's `drive`, which sets how many workers take part. Implements `strategies.api.Participation`.
+
+    Args:
+        context: see `CoordinatorContext`, of a run whose strategy has a `drive`.
+        drive: the strategy's schedule.
+        clock: time of the run.
+    """
+
+    def __init__(
+        self,
+        context: CoordinatorContext,
+        drive: Callable[[ParticipationDriver], Awaitable[None]],
+        clock: RunClock,
+    ) -> None:
+        self._context = context
+        self._membership = context.membership
+        self._participation = context.membership.lead(ParticipationSchedule)
+        self._drive = drive
+        self._clock = clock
+        self._look_s = context.deadlines.notice_s
+        self._changed = Wakeup()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins the drive."""
+        runtime = self._context.runtime
+        self._task = runtime.spawn(self._run(), name=f"{runtime.node}-drive")
+
+    def stop(self) -> None:
+        """Ends the drive."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def look(self) -> None:
+        """Lets the drive look whether what it waits for has come."""
+        self._changed.ring()
+
+    async def _run(self) -> None:
+        """Runs the drive to its end. An exception that it raises ends the run."""
+        try:
+            await self._drive(self)
+            self._check_active("drive() is over")
+        except Exception as error:
+            text = "" if isinstance(error, ConfigError) else traceback.format_exc()
+            name, message = type(error).__name__, str(error)
+            if not isinstance(error, GradstreamError):
+                name, message = "UserCodeError", f"drive() of the strategy raised {name}: {message}"
+            if not self._membership.phases.over:
+                self._context.carry_out(self._membership.phases.abort("coordinator", name, message, text))
+
+    # ---- the strategy's view --------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[str]:
+        """See `Participation`."""
+        return self._membership.nodes.worker_names
+
+    @property
+    def num_samples(self) -> int:
+        """See `Participation`."""
+        return self._counted(self._membership.progress.samples_per_epoch)
+
+    @property
+    def total_samples(self) -> int:
+        """See `Participation`."""
+        ledger = self._membership.progress.ledger
+        assert isinstance(ledger, Ledger)
+        return self._counted(ledger.total_samples) + self._membership.progress.num_samples_before
+
+    @property
+    def samples(self) -> int:
+        """See `Participation`."""
+        return self._counted(self._membership.progress.num_samples)
+
+    async def set_active_workers(self, count: int, phase: str = "") -> None:
+        """See `Participation`."""
+        if self._membership.phases.training:
+            self._context.carry_out(self._participation.set_active_workers(count, phase))
+        while self._participation.awaited:
+            await self._changed.rung(self._context.runtime, self._look_s)
+
+    async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
+        """See `Participation`."""
+        while not self._passed(samples, seconds):
+            self._check_active("drive() waits for progress")
+            left_s = self._look_s if seconds is None else min(self._look_s, seconds - self._clock.time_s())
+            await self._changed.rung(self._context.runtime, max(left_s, 1e-3))
+
+    def _passed(self, samples: float | None, seconds: float | None) -> bool:
+        if samples is not None and self.samples >= samples:
+            return True
+        if seconds is not None:
+            return self._clock.time_s() >= seconds
+        return samples is None
+
+    def _check_active(self, when: str) -> None:
+        if self._participation.wanted < 1:
+            raise UserCodeError(
+                f"{when}, but no worker takes part: it must call set_active_workers() with at least 1 before",
+                "",
+            )
+
+    @staticmethod
+    def _counted(samples: int | None) -> int:
+        if samples is None:
+            raise ConfigError(
+                "a drive goes by the number of samples in the model, and a stream does not count its samples: "
+                "leave out warm starts and waves, or wait for seconds"
+            )
+        return samples

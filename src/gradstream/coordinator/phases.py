@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Notify
-from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.lead import Emit, Instruction, Lead, Lost, Notify
+from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.telemetry.events import FailedEvent, PhaseEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
@@ -30,7 +31,7 @@ class LossTolerance:
 
     Args:
         survives_worker_loss: the strategy continues without a lost worker, whose minibatches others take.
-        quorum: number of gradients that make an update; the run needs as many workers. Verdicts of the first
+        quorum: number of gradients that make an update; the run needs as many workers. Decisions of the first
             shard then tell which minibatches are in the model, and receipts do not. None: no quorum.
         allow_lost: the run ends well although data of lost workers is missing from the model.
         quarantine_after: number of refused gradients in a row for which a worker counts as lost.
@@ -40,7 +41,7 @@ class LossTolerance:
         keeps_shards: why the run cannot change its number of shards, and what to do; "" if it can.
         acknowledge: when shards acknowledge pushes. A lost shard comes back from its backup, "logged" in a file or
             "replicated" on another shard; where it is "applied", the run ends.
-        leaves_out: rounds go on without a lost worker, whose part of them is dropped: see `left_out`.
+        skips_lost: rounds go on without a lost worker, whose part of them is skipped: see `stand_ins`.
         regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
     """
 
@@ -51,7 +52,7 @@ class LossTolerance:
     obstacle: str = "no process is started for it"
     redoes: bool = False
     stands_in: bool = False
-    leaves_out: bool = False
+    skips_lost: bool = False
     regroups: bool = False
     keeps_shards: str = ""
     acknowledge: Literal["applied", "logged", "replicated"] = "applied"
@@ -81,6 +82,9 @@ class JobStretch:
     continues: bool = False
 
 
+GROWS_BEFORE = 8
+"""Steps of each worker that have to be left for a boundary at which batches grow."""
+
 WHOLE = JobStretch()
 """All of a run."""
 
@@ -104,7 +108,7 @@ class PhasePlace:
     resume: str = ""
 
 
-class Phases:
+class Phases(Lead):
     """Leads a run from one phase to the next.
 
     Args:
@@ -112,7 +116,6 @@ class Phases:
         nodes: the members, and which workers have finished.
         progress: the minibatches in the model.
         snapshots: a run that ends early ends with a snapshot.
-        participation: has to resume paused workers at the end; None if no worker is ever paused.
         losses: which losses the run survives.
         stretch: which part of the run this is.
 
@@ -136,7 +139,6 @@ class Phases:
         nodes: Nodes,
         progress: SampleProgress,
         snapshots: SnapshotRounds,
-        participation: ParticipationSchedule | None,
         losses: LossTolerance,
         stretch: JobStretch,
     ) -> None:
@@ -153,7 +155,6 @@ class Phases:
         self._nodes = nodes
         self._progress = progress
         self._snapshots = snapshots
-        self._participation = participation
         self._losses = losses
         self._needed = losses.quorum or (1 if losses.survives_worker_loss else started.workers)
 
@@ -200,11 +201,10 @@ class Phases:
     def may_enter(self) -> bool:
         """Whether a worker that joins after training has begun can begin now, or waits.
 
-        The first receipt tells that the parameters have their first values. During a snapshot every worker that it
-        names has a part in it. A shard that is missing cannot give it parameters.
+        The first receipt tells that the parameters have their first values. A shard that is missing cannot give it
+        parameters.
         """
-        begun = self._progress.ledger.num_receipts > 0
-        return begun and self._snapshots.current is None and not self._nodes.missing_shards
+        return self._progress.ledger.num_receipts > 0 and not self._nodes.missing_shards
 
     def cross(self, at_s: float, grown: int = 0) -> list[Instruction]:
         """Ends this phase of the job with a checkpoint, if it goes on or another one follows.
@@ -233,7 +233,51 @@ class Phases:
         there, shards = len(self._nodes.active_workers), self._nodes.missing_shards
         return not shards and there >= self._needed and there > 0
 
-    def stop(self) -> list[Instruction]:
+    def notice(self, notice: v1.Notice) -> None:
+        """Adds the phase of the run, and why it has ended."""
+        notice.phase, notice.reason, notice.culprit = self.phase, self.reason, self.culprit
+        notice.next_stretch = self.next_stretch
+
+    def ask_to_stop(self, at_s: float) -> list[Instruction]:
+        """Stops the run on request, with a snapshot if training has begun. Repeating it changes nothing."""
+        if self.over or self.asked:
+            return []
+        self.asked = True
+        if self.gathering:
+            return self._stop()
+        if self._snapshots.stopping:  # with the checkpoint at the end of this phase of the job
+            return []
+        return self._snapshots.stop(at_s) + self.after_snapshot()
+
+    def finish(self, reason: str, at_s: float) -> list[Instruction]:
+        """Finishes the run early, with the minibatches that workers have begun. Repeating it changes nothing."""
+        if not self.training or self._snapshots.stopping or self._snapshots.finishing:
+            return []
+        self.criterion = reason
+        return self._snapshots.finish(at_s)
+
+    def finish_phase(self, reason: str, at_s: float) -> list[Instruction]:
+        """Ends this phase of the job, or the run with it, before its epochs or steps do: see `finish`."""
+        if not self.stretch.follows:
+            return self.finish(reason, at_s)
+        if not self.training or self.crossing:
+            return []
+        self.criterion = reason
+        return self.cross(at_s) + self.after_snapshot()
+
+    def grow(self, accumulate: int, at_s: float) -> list[Instruction]:
+        """Lets this phase of the job go on with more minibatches of a step, if enough of it is left."""
+        ledger = self._progress.ledger
+        if not self.training or self.crossing or not isinstance(ledger, Ledger) or ledger.finished:
+            return []
+        left = ledger.num_planned - ledger.num_receipts
+        return self.cross(at_s, accumulate) if left > GROWS_BEFORE * self._nodes.num_workers else []
+
+    def after_snapshot(self) -> list[Instruction]:
+        """Stops the run if that is what the latest snapshot was made for."""
+        return self._stop() if self._snapshots.stopped and not self.over else []
+
+    def _stop(self) -> list[Instruction]:
         """Ends the run, or this phase of the job, with the newest checkpoint."""
         self.phase = v1.Notice.STOPPED
         self._nodes.absent = self._nodes.missing
@@ -255,7 +299,17 @@ class Phases:
         failed = FailedEvent(culprit=culprit, error=error, message=message, traceback=traceback)
         return [*self._snapshots.drop(), Emit(failed), Notify()]
 
-    def why_hopeless(self, gone: v1.Node) -> str:
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
+        """Ends a run that cannot continue without a lost node."""
+        if lost.node.role == "shard" and lost.node.rank not in self._nodes.placement:
+            return []  # it holds no parameters
+        hopeless, who = self._why_hopeless(lost.node), lost.node.name
+        if not hopeless:
+            return []
+        kind = NonFiniteError if who in self._nodes.expelled else PeerLostError
+        return self.abort(who, kind.__name__, f"{lost.reason}; {hopeless}")
+
+    def _why_hopeless(self, gone: v1.Node) -> str:
         """Says why the run cannot continue without a lost node; "" if it can."""
         if gone.role == "shard":
             return self._why_gone(gone)
@@ -284,8 +338,6 @@ class Phases:
             return []
         ledger = self._progress.ledger
         out: list[Instruction] = [Emit(epoch) for epoch in self._progress.completed()]
-        if ledger.finished and self._participation is not None and self._participation.dismiss():
-            out.append(Notify())
         if ledger.finished:
             out += (
                 self._stay() if self.grown and not (self.stretch.follows or self.asked) else self.cross(at_s)
@@ -295,7 +347,7 @@ class Phases:
         early = self._snapshots.ending and not ledger.finished
         if not ledger.finished and not early:
             if self._losses.quorum is not None:
-                return out  # the last verdicts are on their way
+                return out  # the last decisions are on their way
             epoch, missing = self._progress.num_unaccounted
             return out + self.abort(
                 self._nodes.worker_names[0],

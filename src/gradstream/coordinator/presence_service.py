@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gradstream.coordinator.context import CoordinatorContext
-from gradstream.coordinator.nodes import Refuse
+from gradstream.coordinator.lead import Refuse
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime.deadlines import STILL, to_wait_longer
 from gradstream.runtime.tasks import Throttle, Wakeup
@@ -165,7 +165,7 @@ class PresenceService:
         context: CoordinatorContext,
         emit: Callable[[Event], None],
         on_events: Callable[[Admitted], None],
-        on_beat: Callable[[v1.Beat], None],
+        on_beat: Callable[[], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._context = context
@@ -334,9 +334,9 @@ class PresenceService:
                 if admitted.lines:
                     self._on_events(admitted)
             context.carry_out(self._membership.beat(who, beat, context.age_s()))
-            self._on_beat(beat)
-            why = self._membership.quarantined(who)
-            if why:
+            self._on_beat()
+            why = self._membership.nodes.expelled.get(who, "")
+            if why and not self._membership.phases.over:
                 stream.refuse(v1.NOT_MEMBER, why)
                 raise PeerLostError(who, why)
 

@@ -1,17 +1,17 @@
-"""`SampleProgress`: counts what is in the model, from receipts and verdicts."""
+"""`SampleProgress`: counts what is in the model, from receipts and the decisions of a quorum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from gradstream.checkpoint.manifest import Resume
+from gradstream.coordinator.lead import SHARDS, WORKERS, Emit, Instruction, Lead, impossible
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import LostSamples, OpenLedger
 from gradstream.data.reassignment import Epoch
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
-from gradstream.transport.methods import worker_rank
 from gradstream.wire import v1
 
 # ---- receipts ----------------------------------------------------------------------------
@@ -30,8 +30,11 @@ def receipt_of(ref: BatchRef) -> v1.Receipt:
 
 # ---- progress ----------------------------------------------------------------------------
 
+MAX_COUNT = 1 << 53
+"""The largest count that is accepted of a member."""
 
-class SampleProgress:
+
+class SampleProgress(Lead):
     """Counts the samples and rounds of a run: the ledger's figures, plus the figures before the run was resumed.
 
     Args:
@@ -44,10 +47,15 @@ class SampleProgress:
         samples_per_epoch: see `num_samples`.
         earlier_s: seconds of training before the run was resumed.
         last_refused: why the latest refused gradient was refused; "" if there is none.
+        num_news: counts how often something got its receipt.
     """
 
     KEPT = ("_num_complete", "last_refused", "_began_s", "_heard_s")
     """See `durable.state`."""
+
+    CACHES = ("num_news",)
+
+    REPORTS: ClassVar = {"begun": WORKERS}
 
     def __init__(
         self,
@@ -63,11 +71,11 @@ class SampleProgress:
         self.earlier_s = resume.time_s if resume is not None else 0.0
         self.resume = resume
         self._dropped_before = dict(resume.dropped) if resume is not None else {}
-        self._first_round = resume.rounds if resume is not None else 0
         self._num_complete = ledger.num_complete
         self.last_refused = ""
         self._began_s = 0.0
-        self._heard_s = 0.0  # when the latest receipt or verdict came
+        self._heard_s = 0.0  # when the latest receipt or decision came
+        self.num_news = 0
 
     # ---- input --------------------------------------------------------------------------
 
@@ -75,11 +83,36 @@ class SampleProgress:
         """Begins the training time."""
         self._began_s = at_s
 
-    def receipts(self, receipts: Iterable[v1.Receipt], rank: int, at_s: float) -> None:
-        """Records minibatches that the worker of this rank reports to be in the model."""
-        for receipt in receipts:
-            self.ledger.receipt(ref_of(receipt), rank)
-            self._heard_s = at_s
+    def check(self, node: v1.Node, kind: str, report: v1.Begun) -> None:
+        """See `Lead`."""
+        check_begun(node.name, report)
+
+    def on_report(self, node: v1.Node, kind: str, report: v1.Begun, at_s: float) -> list[Instruction]:
+        """Records an epoch that the loop of a worker begins."""
+        if isinstance(self.ledger, OpenLedger):
+            epoch = Epoch(report.loader, report.epoch)
+            self.ledger.reassignment.begun(node.rank, epoch, report.step, unclear=report.unclear)
+        return []
+
+    def on_beat(self, node: v1.Node, beat: v1.Beat, at_s: float) -> list[Instruction]:
+        """Records minibatches that a worker reports to be in the model."""
+        for receipt in beat.receipts:
+            self.ledger.receipt(ref_of(receipt), node.rank)
+        if beat.receipts:
+            self.heard(at_s)
+        return []
+
+    def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
+        """Lets a worker in the place of a lost one have minibatches."""
+        if node.role == "worker":
+            assert isinstance(self.ledger, Ledger)  # `LossTolerance.replaces`
+            self.ledger.hands.rejoined(node.rank)
+        return []
+
+    def on_absent(self, rank: int) -> list[Instruction]:
+        """Takes back the minibatches of a worker that has not come."""
+        self.ledger.lost(rank)
+        return []
 
     def refused(self, ref: BatchRef, samples: int, what: str, *, whole_round: bool) -> None:
         """Records a minibatch whose gradient is not going to be in the model, and why.
@@ -97,36 +130,19 @@ class SampleProgress:
         self.last_refused = what
 
     def heard(self, at_s: float) -> None:
-        """Notes the time at which something of a lost worker got its receipt."""
+        """Notes the time at which something got its receipt."""
         self._heard_s = at_s
+        self.num_news += 1
 
-    def begun(self, epochs: Iterable[v1.Begun], rank: int) -> None:
-        """Records epochs that the loop of this rank begins."""
-        for one in epochs:
-            if isinstance(self.ledger, OpenLedger):
-                epoch = Epoch(one.loader, one.epoch)
-                self.ledger.reassignment.begun(rank, epoch, one.step, unclear=one.unclear)
-
-    def verdict(self, round: int, ranks: Sequence[int], at_s: float) -> RoundEvent | None:  # noqa: A002  protocol's word
-        """Records the ranks whose gradients make the update of a round, as the first shard reports them."""
-        self._heard_s = at_s
-        if not isinstance(self.ledger, Ledger):
-            return None
-        refs = self.ledger.record_decision(round - self._first_round, ranks)
-        found = [ids_of(self.ledger.plan, refs[rank]) for rank in ranks]
-        return RoundEvent(
-            round=round,
-            epoch=refs[0].epoch,
-            batch=refs[0].batch,
-            accepted=list(ranks),
-            left_out=[rank for rank in range(len(refs)) if rank not in ranks],
-            ids=None if None in found else [number for ids in found if ids for number in ids],
-        )
+    @property
+    def first_round(self) -> int:
+        """Number of the run's first round; not 0 in a resumed run."""
+        return self.resume.rounds if self.resume is not None else 0
 
     def last_version(self, workers: int) -> int:
         """Version of the parameters after the last of the planned rounds of so many workers."""
         assert isinstance(self.ledger, Ledger)
-        return self._first_round + self.ledger.num_planned // workers
+        return self.first_round + self.ledger.num_planned // workers
 
     # ---- figures ------------------------------------------------------------------------
 
@@ -218,13 +234,6 @@ class SampleProgress:
             dropped=sum(self.dropped.values()),
         )
 
-    def pushed(self, shard: str, estates: Iterable[v1.Estate], num_shards: int) -> None:
-        """Takes what a shard has of lost workers that bring data of their own: see `OpenLedger.pushed`."""
-        for estate in estates if isinstance(self.ledger, OpenLedger) else ():
-            rank = worker_rank(estate.sender)
-            assert rank is not None and isinstance(self.ledger, OpenLedger)  # it was checked
-            self.ledger.pushed(rank, shard, estate.gradients, num_shards)
-
     def _epoch(self, epoch: int) -> LedgerEvent:
         samples = self.ledger.samples(epoch)
         return LedgerEvent(
@@ -263,3 +272,57 @@ def _loss(loss: LostSamples) -> LeftOverEvent:
     if loss.twice:
         text += f". {loss.twice:,} minibatch{'es' * (loss.twice > 1)} of it may count twice: others had taken them over"
     return LeftOverEvent(who=who, steps=loss.steps, missing=loss.missing, message=text)
+
+
+def check_begun(who: str, begun: v1.Begun) -> None:
+    """Raises RefusedError for an impossible begin of an epoch."""
+    if abs(begun.step) > MAX_COUNT:
+        raise impossible(who, f"an epoch from step {begun.step}; expected at most 2^53")
+
+
+# ---- decisions of a quorum ---------------------------------------------------------------
+
+
+class QuorumDecisions(Lead):
+    """Records of which workers' gradients the first shard has made each update, where receipts do not tell.
+
+    Args:
+        progress: the minibatches in the model.
+        num_workers: number of workers.
+    """
+
+    REPORTS: ClassVar = {"verdicts": SHARDS}
+
+    def __init__(self, progress: SampleProgress, num_workers: int) -> None:
+        self._progress = progress
+        self._num_workers = num_workers
+
+    def check(self, node: v1.Node, kind: str, report: v1.Verdict) -> None:
+        """See `Lead`."""
+        who, ranks, ledger = node.name, list(report.ranks), self._progress.ledger
+        if who != "shard-0":
+            raise impossible(who, "a decision; expected them from shard-0 alone")
+        if not ranks or len(set(ranks)) < len(ranks) or max(ranks) >= self._num_workers:
+            raise impossible(
+                who, f"a decision of ranks {ranks[:8]}; expected each once, of {self._num_workers}"
+            )
+        if isinstance(ledger, Ledger) and not ledger.has_round(report.round - self._progress.first_round):
+            raise impossible(who, f"a decision on round {report.round}, which this run does not have")
+
+    def on_report(self, node: v1.Node, kind: str, report: v1.Verdict, at_s: float) -> list[Instruction]:
+        """Records the ranks whose gradients make the update of a round."""
+        ledger, ranks = self._progress.ledger, list(report.ranks)
+        self._progress.heard(at_s)
+        if not isinstance(ledger, Ledger):
+            return []
+        refs = ledger.record_decision(report.round - self._progress.first_round, ranks)
+        numbers = [ids_of(ledger.plan, refs[rank]) for rank in ranks]
+        event = RoundEvent(
+            round=report.round,
+            epoch=refs[0].epoch,
+            batch=refs[0].batch,
+            accepted=ranks,
+            left_out=[rank for rank in range(len(refs)) if rank not in ranks],
+            ids=None if None in numbers else [number for ids in numbers if ids for number in ids],
+        )
+        return [Emit(event)]

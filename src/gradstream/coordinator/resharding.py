@@ -15,10 +15,11 @@ present shards have everything, so a failure costs nothing but time; from then o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
-from gradstream.coordinator.estates import Estates
-from gradstream.coordinator.nodes import Emit, Instruction, Nodes, Notify
+from gradstream.coordinator.lead import SHARDS, Emit, Instruction, Lead, Lost, Notify
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import ConfigError
 from gradstream.runtime.deadlines import Deadlines
@@ -34,13 +35,13 @@ ERROR_BYTES = 1024
 """The most bytes of a shard's error that are kept."""
 
 
-class Resharding:
+class Resharding(Lead):
     """Changes the shards of a run, once at a time.
 
     Args:
         nodes: the members, and which shards hold the parameters.
         snapshots: no snapshot is made while the shards hand over, nor the other way round.
-        estates: torn pushes of lost workers are settled before; None if nobody redoes them.
+        orphans: torn pushes of lost workers are settled before.
         deadlines: `join_s` bounds the preparation, `cut_s` the time without updates.
         obstacle: why this run cannot change its shards, with the remedy; "" if it can.
         fewest: smallest number of shards.
@@ -49,11 +50,13 @@ class Resharding:
     KEPT = ("_token", "_next", "_ready", "_began_s", "_held_from_s")
     """See `durable.state`."""
 
+    REPORTS: ClassVar = {"resharded": SHARDS}
+
     def __init__(
         self,
         nodes: Nodes,
         snapshots: SnapshotRounds,
-        estates: Estates | None,
+        orphans: OrphanedPushes,
         deadlines: Deadlines,
         *,
         obstacle: str,
@@ -61,7 +64,7 @@ class Resharding:
     ) -> None:
         self._nodes = nodes
         self._snapshots = snapshots
-        self._estates = estates
+        self._orphans = orphans
         self._deadlines = deadlines
         self._obstacle = obstacle
         self._fewest = fewest
@@ -70,10 +73,6 @@ class Resharding:
         self._ready: set[str] = set()  # new shards that have all of their chunks
         self._began_s = 0.0
         self._held_from_s = 0.0
-
-    def awaits(self, name: str) -> bool:
-        """Whether a node of this name is a new shard that the run prepares for."""
-        return self._nodes.newcomers is not None and name in self._nodes.newcomers.names
 
     def begin(self, servers: int, token: str, at_s: float) -> list[Instruction]:
         """Begins to prepare for another number of shards.
@@ -99,22 +98,31 @@ class Resharding:
         self._ready.clear()
         return [self._event("preparing", at_s), Notify()]
 
-    def report(self, who: str, report: v1.Resharded, at_s: float) -> list[Instruction]:
+    def on_report(self, node: v1.Node, kind: str, report: v1.Resharded, at_s: float) -> list[Instruction]:
         """Takes in that a new shard has its chunks, or cannot get them. A late report changes nothing."""
-        target = self._nodes.newcomers
+        target, who = self._nodes.newcomers, node.name
         if not self._nodes.handing_over or target is None or report.first != target.first:
             return []
-        if not self.awaits(who):
+        if not self._nodes.awaits(who):
             return []
         if report.error:
             return self._fail(who, escaped(report.error, ERROR_BYTES), at_s)
         self._ready.add(who)
         return self.proceed(at_s)
 
-    def lost(self, who: str, at_s: float) -> list[Instruction]:
+    def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
+        """Goes on if this was the last new shard."""
+        return self.proceed(at_s) if node.role == "shard" else []
+
+    @property
+    def keeps_out(self) -> bool:
+        """See `Lead`: a newcomer fetches the parameters, which are being handed over."""
+        return self._nodes.handing_over
+
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
         """Fails where a lost node had a part in it."""
-        nodes = self._nodes
-        if nodes.newcomers is None or not (nodes.handing_over or self.awaits(who)):
+        nodes, who = self._nodes, lost.node.name
+        if nodes.newcomers is None or not (nodes.handing_over or self._nodes.awaits(who)):
             return []
         doing = "were handed their chunks" if nodes.handing_over else "were prepared"
         return self._fail(who, f"was lost while the new shards {doing}", at_s)
@@ -136,9 +144,8 @@ class Resharding:
         if self._snapshots.stopping or self._snapshots.finishing:
             return self._fail("coordinator", "the run is at its end", at_s)
         awaited = [name for name in (*nodes.placement.names, *target.names) if nodes.get(name) is None]
-        settled = self._estates is None or self._estates.settled
-        if awaited or not settled or self._snapshots.current is not None:
-            awaited = awaited or ([] if self._estates is None else self._estates.awaited)
+        if awaited or not self._orphans.settled or self._snapshots.current is not None:
+            awaited = awaited or self._orphans.awaited
             return self._check_time(awaited, "was not ready", at_s - self._began_s, deadlines.join_s, at_s)
         nodes.handing_over, self._held_from_s = True, at_s
         return [self._event("holding", at_s), Notify()]
@@ -177,9 +184,8 @@ class Resharding:
             )
         )
 
-    def as_notice(self) -> v1.Resharding | None:
-        """Returns it as notices contain it; None while the shards do not change."""
-        target = self._nodes.newcomers
-        if target is None:
-            return None
-        return v1.Resharding(to=target.as_message(), holds=self._nodes.handing_over)
+    def notice(self, notice: v1.Notice) -> None:
+        """Adds the shards that are about to hold the parameters, while they change."""
+        if self._nodes.newcomers is not None:
+            to, holds = self._nodes.newcomers.as_message(), self._nodes.handing_over
+            notice.resharding.CopyFrom(v1.Resharding(to=to, holds=holds))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gradstream.checkpoint.draft import VectorPlace
+from gradstream.coordinator.lead import Instruction
 from gradstream.data.progress import DataProgress
 from gradstream.wire import v1
 
@@ -99,3 +100,28 @@ class Snapshot:
             last=self.last,
             ends=self.ends,
         )
+
+
+# ---- instructions ------------------------------------------------------------------------
+# What `checkpoint_writer` carries out.
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(Instruction):
+    """All workers are paused: open a draft, ask them for their own state, then call `prepared`."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Instruction):
+    """Everything is written: make it a checkpoint, then call `committed`."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Discard(Instruction):
+    """The snapshot has failed: remove its files."""
+
+    snapshot: Snapshot

@@ -17,14 +17,16 @@ the run continues.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.checkpoint.policy import Policy
-from gradstream.coordinator.estates import Estates
-from gradstream.coordinator.nodes import Commit, Discard, Emit, Instruction, Nodes, Notify, Prepare
+from gradstream.coordinator.lead import ANY, Emit, Instruction, Lead, Lost, Notify, impossible
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.snapshot import Snapshot
+from gradstream.coordinator.snapshot import Commit, Discard, Prepare, Snapshot
 from gradstream.runtime.deadlines import Deadlines, to_wait_longer
 from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.untrusted import escaped
@@ -88,7 +90,7 @@ ERROR_BYTES = 1024
 """The most bytes of a node's error message that are kept."""
 
 
-class SnapshotRounds:
+class SnapshotRounds(Lead):
     """Begins snapshots when they are due, leads one at a time to its end, and reports the outcome.
 
     Args:
@@ -96,9 +98,9 @@ class SnapshotRounds:
         nodes: the members.
         policy: when a checkpoint is due; None makes no checkpoints: the run just stops.
         deadlines: `cut_s` limits the pause of the workers.
-        verdicts: the ledger learns of a round from the first shard's verdict, and not from workers that
-            report to have reached it. The verdict may come later.
-        estates: what lost workers had pushed: no snapshot holds a torn push. None if nobody redoes it.
+        by_decisions: the ledger learns of a round from the first shard's decision, and not from workers that
+            report to have reached it. The decision may come later.
+        orphans: what lost workers had pushed: no snapshot holds a torn push.
 
     Attributes:
         current: the snapshot under way.
@@ -125,15 +127,17 @@ class SnapshotRounds:
     )
     """See `durable.state`."""
 
+    REPORTS: ClassVar = {"snapshots": ANY}
+
     def __init__(
         self,
         progress: SampleProgress,
         nodes: Nodes,
         policy: Policy | None,
+        orphans: OrphanedPushes,
         *,
         deadlines: Deadlines | None = None,
-        verdicts: bool = False,
-        estates: Estates | None = None,
+        by_decisions: bool = False,
     ) -> None:
         self.current: Snapshot | None = None
         self.kept = progress.resume.folder if progress.resume is not None else ""
@@ -147,8 +151,8 @@ class SnapshotRounds:
         self._nodes = nodes
         self._policy = policy
         self._pause_s = (deadlines or Deadlines()).cut_s
-        self._verdicts = verdicts
-        self._estates = estates
+        self._by_decisions = by_decisions
+        self._orphans = orphans
         self._count = 0
         self._deferred = False
         self._last_attempt = LastAttempt(progress)
@@ -187,20 +191,30 @@ class SnapshotRounds:
         """Whether workers know after which minibatch the run ends."""
         return self.current is not None and self.current.ends and self.current.phase != v1.Snapshot.PAUSE
 
-    def tick(self, at_s: float) -> list[Instruction]:
+    @property
+    def keeps_out(self) -> bool:
+        """See `Lead`: every worker that a snapshot names has a part in it."""
+        return self.current is not None
+
+    def notice(self, notice: v1.Notice) -> None:
+        """Adds the snapshot under way."""
+        if self.current is not None:
+            notice.snapshot.CopyFrom(self.current.as_notice())
+
+    def proceed(self, at_s: float) -> list[Instruction]:
         """Begins a snapshot that is due, and ends one that takes too long."""
         self._last_attempt.begin(at_s)
         if self.current is not None:
             return self._check_time(self.current, at_s)
         if self._deferred:
             return self.begin(at_s)
-        if self._policy is None or self._progress.ledger.finished or not self._whole:
+        if self._policy is None or self._progress.ledger.finished or not self._orphans.settled:
             return []
         return self.begin(at_s) if self._last_attempt.is_due(self._policy, at_s) else []
 
     def _check_time(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
-        if self._verdicts and snapshot.phase == v1.Snapshot.STOP and (out := self._advance(snapshot, at_s)):
-            return out
+        if snapshot.phase == v1.Snapshot.STOP != snapshot.ordered and (out := self._advance(snapshot, at_s)):
+            return out  # it has waited for decisions, or for the pushes of lost workers to be settled
         if self.ending:
             return []  # nothing limits the time of minibatches that were begun
         limit_s, since_s = WRITE_S, snapshot.resumed_s
@@ -208,8 +222,7 @@ class SnapshotRounds:
             limit_s, since_s = self._pause_s, snapshot.began_s
         if at_s - since_s <= limit_s:
             return []
-        torn = [] if self._estates is None else self._estates.awaited
-        names = ", ".join(snapshot.awaited or torn) or "the coordinator"
+        names = ", ".join(snapshot.awaited or self._orphans.awaited) or "the coordinator"
         more = f"; {to_wait_longer('cut_s')}" if snapshot.pauses_workers else ""
         return self.fail(names, f"nothing came from {names} within {limit_s:g} s{more}", at_s)
 
@@ -248,19 +261,25 @@ class SnapshotRounds:
         )
         return [Notify()]
 
-    def report(self, who: str, report: v1.SnapshotReport, at_s: float) -> list[Instruction]:
+    def check(self, node: v1.Node, kind: str, report: v1.SnapshotReport) -> None:
+        """See `Lead`."""
+        most = self._progress.ledger.most_begun
+        if report.kind not in v1.SnapshotReport.Kind.values():
+            raise impossible(node.name, f"a report of unknown kind {report.kind}")
+        if report.count > most:
+            raise impossible(node.name, f"{report.count} minibatches begun; expected at most {most}")
+
+    def on_report(
+        self, node: v1.Node, kind: str, report: v1.SnapshotReport, at_s: float
+    ) -> list[Instruction]:
         """Takes a report of a node about its part in the snapshot."""
-        snapshot = self.current
+        snapshot, who = self.current, node.name
         if snapshot is None or report.number != snapshot.number:
             return []
         if report.kind == v1.SnapshotReport.FAILED:
             return self.fail(who, escaped(report.error, ERROR_BYTES), at_s)
         snapshot.take(who, report)
         return self._advance(snapshot, at_s)
-
-    def proceed(self, at_s: float) -> list[Instruction]:
-        """Goes on with a snapshot that has waited for the pushes of lost workers to be settled."""
-        return [] if self.current is None else self._advance(self.current, at_s)
 
     def prepared(self, snapshot: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
         """Goes on to SNAPSHOT: the draft is open, and the workers have sent their own state."""
@@ -286,9 +305,9 @@ class SnapshotRounds:
         again = self.finishing or (self.stopping and not snapshot.last)
         return [Emit(event), *(self.begin(at_s) if again else [Notify()])]
 
-    def lost(self, who: str, at_s: float) -> list[Instruction]:
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
         """Ends the snapshot if it needs a node that was lost. In WRITE it needs only the holders."""
-        snapshot = self.current
+        snapshot, who = self.current, lost.worker or lost.node.name
         if snapshot is None:
             return []
         if who not in snapshot.holders and not (snapshot.pauses_workers and who in snapshot.workers):
@@ -328,7 +347,7 @@ class SnapshotRounds:
         """Enters the next phase if all reports of the present one are there."""
         if snapshot.awaited:
             return []
-        if snapshot.phase == v1.Snapshot.STOP and (self._verdict_missing(snapshot) or not self._whole):
+        if snapshot.phase == v1.Snapshot.STOP and (self._undecided(snapshot) or not self._orphans.settled):
             return []
         match snapshot.phase:
             case v1.Snapshot.PAUSE:
@@ -350,14 +369,11 @@ class SnapshotRounds:
             case _:
                 return self._order(snapshot, Commit(snapshot))
 
-    @property
-    def _whole(self) -> bool:
-        """Whether the model has no push of a lost worker in part."""
-        return self._estates is None or self._estates.settled
-
-    def _verdict_missing(self, snapshot: Snapshot) -> bool:
-        """Whether the verdict on a round that workers have gone through has not come yet."""
-        return self._verdicts and self._progress.ledger.num_rounds < max(snapshot.stop_at.values(), default=0)
+    def _undecided(self, snapshot: Snapshot) -> bool:
+        """Whether the decision on a round that workers have gone through has not come yet."""
+        return self._by_decisions and self._progress.ledger.num_rounds < max(
+            snapshot.stop_at.values(), default=0
+        )
 
     @staticmethod
     def _order(snapshot: Snapshot, instruction: Instruction) -> list[Instruction]:

@@ -48,7 +48,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         obstacle=obstacle,
         redoes=redoes and not obstacle,
         stands_in=rounds and not obstacle and not pairs,
-        leaves_out=pairs,
+        skips_lost=pairs,
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.job.acknowledge,
         regroups=isinstance(plan.strategy, GroupStrategy),

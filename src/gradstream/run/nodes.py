@@ -25,11 +25,11 @@ from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
-from gradstream.coordinator.early_ends import EarlyEnds
+from gradstream.coordinator.early_ends import EndCriteria
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import JobStretch, PhasePlace
+from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
@@ -92,16 +92,12 @@ def build_coordinator(
         )
     started = _started(plan, ledger)
     membership = _membership(plan, ledger, started, spread=spread, place=place)
-    run, phase = (
-        None if one is None else StoppingCriterion(one) for one in (plan.job.until, plan.phase_until)
-    )
     return Coordinator(
         runtime,
         endpoint,
         membership,
         keeper=keeper,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
-        early_ends=EarlyEnds(membership, run, phase, plan.variance_test, plan.link_choice),
         drive=served.drive if served is not None and served.drives() else None,
         place=place,
     )
@@ -135,7 +131,10 @@ def _membership(
     place: PhasePlace | None = None,
 ) -> Membership:
     deadlines = plan.job.deadlines
-    balance = assignment = participation = None
+    balance = assignment = None
+    run, phase = (
+        None if one is None else StoppingCriterion(one) for one in (plan.job.until, plan.phase_until)
+    )
     if isinstance(ledger, Ledger):
         if started.in_rounds and plan.balanced:
             balance = ShareBalance(ledger.plan)
@@ -143,23 +142,27 @@ def _membership(
             assignment = BatchAssignment(
                 ledger, plan.workers, 2 * deadlines.lease_s, copies=plan.served is None or plan.served.copies
             )
-        if plan.served is not None and plan.served.drives():
-            participation = ParticipationSchedule(ledger.hands, plan.workers)
+    drives = plan.served is not None and plan.served.drives() and isinstance(ledger, Ledger)
     return Membership(
-        started,
-        BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
-        losses_of(plan, spread=spread),
-        policy=plan.policy,
-        deadlines=deadlines,
-        resume=plan.resume,
-        parts=plan.parts,
-        stretch=JobStretch(
-            number=plan.phase.stretch,
-            follows=plan.follows,
-            before=None if place is None else place.before,
-            announced=None if plan.whole is None else _announced(plan, plan.whole, started),
-            continues=place is not None and bool(place.resume),
-        ),
+        CoordinatorPlan(
+            started=started,
+            distribution=BatchDistribution(
+                ledger=ledger, balance=balance, assignment=assignment, drives=drives
+            ),
+            losses=losses_of(plan, spread=spread),
+            policy=plan.policy,
+            deadlines=deadlines,
+            resume=plan.resume,
+            parts=plan.parts,
+            stretch=JobStretch(
+                number=plan.phase.stretch,
+                follows=plan.follows,
+                before=None if place is None else place.before,
+                announced=None if plan.whole is None else _announced(plan, plan.whole, started),
+                continues=place is not None and bool(place.resume),
+            ),
+            ends=EndCriteria(run, phase, plan.variance_test, plan.link_choice),
+        )
     )
 
 

@@ -22,6 +22,7 @@ from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.phase_service import PhaseService, phase_to_join
 from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.relay import RunClock
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import RefusedError
 from gradstream.job.plan import RunPlan
 from gradstream.run.nodes import build_coordinator, clock_of
@@ -95,7 +96,7 @@ class PhaseLeader:
             outcome = await self.coordinator.run()
             if not outcome.notice.next_stretch:
                 break
-            await self._go_on(self.coordinator.membership.snapshots.kept)
+            await self._go_on(self.coordinator.membership.lead(SnapshotRounds).kept)
         if self._service is not None:
             await self._service.end(outcome.notice, self._plan.job.deadlines.lease_s)
         return outcome

@@ -414,7 +414,7 @@ def first_version_of(config: WorkerConfig) -> int | None:
     quorum = None
     if isinstance(config.run.strategy, ServerStrategy):
         quorum = config.run.strategy.quorum(config.run.workers)
-    if quorum is None and not config.losses.stands_in and not config.losses.leaves_out:
+    if quorum is None and not config.losses.stands_in and not config.losses.skips_lost:
         return None
     return config.run.resume.rounds if config.run.resume else 0
 

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated
-from gradstream.coordinator.estates import Errand, Estate, LostPush
+from gradstream.coordinator.orphaned_pushes import LostPush, Orphans, Redo
 from gradstream.coordinator.participation import Interval
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.base import BatchRef
@@ -52,14 +52,14 @@ _RECORDS: Mapping[str, type] = {
         DataProgress,
         Epoch,
         EpochCounts,
-        Errand,
-        Estate,
         Evaluated,
         Interval,
         LoopEpochs,
         LoopSequence,
         LostPush,
+        Orphans,
         Placement,
+        Redo,
         Snapshot,
         VectorPlace,
         WorkerSpeed,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from gradstream.coordinator.admission import LeftOut
+from gradstream.coordinator.lead import Lost
+from gradstream.coordinator.progress import receipt_of
+from gradstream.coordinator.stand_ins import SkippedParts
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
+from gradstream.wire import v1
 
 WORKERS, ROUNDS, SIZE = 3, 6, 2
+
+
+def worker(rank: int) -> v1.Node:
+    return v1.Node(name=f"worker-{rank}", role="worker", rank=rank)
 
 
 class Rounds:
@@ -15,14 +22,18 @@ class Rounds:
 
     def __init__(self) -> None:
         self.ledger = Ledger(RoundPlan(WORKERS * ROUNDS * SIZE, SIZE, WORKERS, seed=0), epochs=1)
-        self.left_out = LeftOut(self.ledger)
+        self.skipped = SkippedParts(self.ledger)
 
     def done(self, rank: int, *numbers: int, finished: bool = False) -> None:
         """Receipts of a worker for these rounds."""
         refs = [BatchRef(0, rank, number) for number in numbers]
         for ref in refs:
             self.ledger.receipt(ref, rank)
-        self.left_out.heard(rank, refs, finished=finished)
+        beat = v1.Beat(receipts=map(receipt_of, refs), finished=finished)
+        self.skipped.on_beat(worker(rank), beat, 0.0)
+
+    def lost(self, rank: int) -> None:
+        self.skipped.on_lost(Lost(worker(rank), "", f"worker-{rank}", {}), 0.0)
 
     @property
     def dropped(self) -> int:
@@ -35,7 +46,7 @@ def test_a_lost_workers_part_is_dropped_as_far_as_others_are() -> None:
     for rank in range(WORKERS):
         rounds.done(rank, 0, 1)
     rounds.done(0, 2)
-    rounds.left_out.lost(1)
+    rounds.lost(1)
     assert (rounds.dropped, rounds.ledger.finished) == (1, False)
     rounds.done(0, 3, 4)
     assert rounds.dropped == 3
@@ -47,9 +58,9 @@ def test_a_lost_workers_part_is_dropped_as_far_as_others_are() -> None:
 
 def test_nothing_is_dropped_that_a_newcomer_goes_through() -> None:
     rounds = Rounds()
-    rounds.left_out.lost(1)
+    rounds.lost(1)
     rounds.done(0, 0, 1)
-    rounds.left_out.joined(1)
+    rounds.skipped.on_join(worker(1), 0.0)
     rounds.done(0, 2, 3, 4)
     assert rounds.dropped == 2  # until it says where it begins
     rounds.done(1, 3)
@@ -62,8 +73,8 @@ def test_nothing_is_dropped_that_a_newcomer_goes_through() -> None:
 
 def test_a_newcomer_that_comes_too_late_for_any_round_ends_the_account() -> None:
     rounds = Rounds()
-    rounds.left_out.lost(1)
-    rounds.left_out.joined(1)
+    rounds.lost(1)
+    rounds.skipped.on_join(worker(1), 0.0)
     for rank in (0, 2):
         rounds.done(rank, *range(ROUNDS), finished=True)
     assert (rounds.dropped, rounds.ledger.finished) == (0, False)
@@ -73,7 +84,7 @@ def test_a_newcomer_that_comes_too_late_for_any_round_ends_the_account() -> None
 
 def test_two_that_are_lost_do_not_wait_for_each_other() -> None:
     rounds = Rounds()
-    rounds.left_out.lost(0)
-    rounds.left_out.lost(2)
+    rounds.lost(0)
+    rounds.lost(2)
     rounds.done(1, *range(ROUNDS))
     assert rounds.dropped == 2 * ROUNDS and rounds.ledger.finished

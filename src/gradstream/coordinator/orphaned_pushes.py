@@ -1,0 +1,281 @@
+"""Orphaned pushes: what lost workers have pushed without a receipt, until it is known what the model has of it.
+
+    lost ──▶ fence ──every shard's report──▶ applied by all chunks: a receipt
+                                         ──▶ by none: handed out again
+                                         ──▶ by some: to redo ──redone──▶ a receipt
+
+A push is applied chunk by chunk, so a worker that dies may leave one that is torn: some chunks have it, and others
+do not. A living worker, the substitute, then computes its minibatches again, and pushes their sum in the lost worker's
+name, under the same sequence number. Chunks that have it already skip it, so each chunk takes it once. If the
+substitute dies, another one does all of it again.
+
+The replica of a worker may be several processes, which push their parts of the same gradients to shards of their own
+(`wire.parts`). They are the senders of the same pushes: whole is a push that all chunks of all parts have. Each process
+of the substitute's replica then redoes the push of one sender.
+
+In runs that do not redo pushes, others compute all that a lost worker had without a receipt. Where workers bring data
+of their own, the shards say how many of its gradients the model has.
+
+A shard that does not report is lost itself after its lease, which ends the run. Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from gradstream.coordinator.lead import REPLICAS, SHARDS, Emit, Instruction, Lead, Lost, Notify, impossible
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.progress import MAX_COUNT, SampleProgress, receipt_of, ref_of
+from gradstream.data.base import BatchRef
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.telemetry.events import SettledEvent
+from gradstream.transport.methods import worker_rank
+from gradstream.wire import v1
+from gradstream.wire.chunks import member_name, part_of
+
+
+@dataclass(slots=True)
+class LostPush:
+    """What shards have reported of a push of a lost worker.
+
+    Args:
+        sequences: the push's sequence number, by sender: each process of the replica numbers its own pushes.
+        applied: number of chunks that have applied it.
+    """
+
+    sequences: dict[str, int] = field(default_factory=dict)
+    applied: int = 0
+
+
+@dataclass(slots=True)
+class Redo:
+    """A torn push of a lost worker, which a living worker redoes.
+
+    Args:
+        substitute: rank of the living worker.
+        batches: minibatches of the push.
+        sequences: see `LostPush`.
+        left: senders whose push is not redone yet.
+    """
+
+    substitute: int
+    batches: tuple[BatchRef, ...]
+    sequences: dict[str, int]
+    left: set[str]
+
+
+@dataclass(slots=True)
+class Orphans:
+    """The minibatches that one lost worker had without a receipt.
+
+    Args:
+        rank: rank of the worker.
+        senders: by name, the incarnation of each process of its replica.
+        held: its minibatches of which nothing is known yet, or that belong to a push to redo.
+        awaited: names of the shards that have not reported.
+        chunks: number of chunks of those that have.
+        pushes: what is known of its pushes, by their minibatches.
+        redos: pushes that are to be redone.
+    """
+
+    rank: int
+    senders: dict[str, int]
+    held: set[BatchRef]
+    awaited: set[str]
+    chunks: int = 0
+    pushes: dict[tuple[BatchRef, ...], LostPush] = field(default_factory=dict)
+    redos: list[Redo] = field(default_factory=list)
+
+
+class OrphanedPushes(Lead):
+    """Settles the pushes of each lost worker: has their minibatches receipted, handed out again, or redone.
+
+    Args:
+        progress: which minibatches are in the model.
+        nodes: the members.
+        redoes: others redo torn pushes; the run has planned its minibatches.
+    """
+
+    KEPT = ("_open",)
+    """See `durable.state`."""
+
+    REPORTS: ClassVar = {"estates": SHARDS, "redone": REPLICAS}
+
+    def __init__(self, progress: SampleProgress, nodes: Nodes, *, redoes: bool) -> None:
+        self._progress = progress
+        self._ledger = progress.ledger
+        self._nodes = nodes
+        self._redoes = redoes
+        self._open: list[Orphans] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the model has every push whole, or nothing of it, as far as lost workers are concerned."""
+        return not self._open
+
+    @property
+    def redos(self) -> list[Redo]:
+        """All pushes that are to be redone."""
+        return [redo for orphans in self._open for redo in orphans.redos]
+
+    @property
+    def awaited(self) -> list[str]:
+        """Names of the nodes that have to report, or to redo a push."""
+        shards = {name for orphans in self._open for name in orphans.awaited}
+        return sorted(shards | {_substitute_of(one, sender) for one in self.redos for sender in one.left})
+
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
+        """Fences a lost worker, and gives the pushes that it had to redo to others. It is no member any more."""
+        if not lost.worker:
+            return []
+        rank = lost.node.rank
+        if not self._redoes or lost.worker in self._nodes.leaving:
+            self._ledger.lost(rank)
+        if not self._redoes:
+            return []
+        assert isinstance(self._ledger, Ledger)
+        held = set(self._ledger.hands.fence(rank))
+        if held:
+            self._open.append(Orphans(rank, dict(lost.replica), held, set(self._nodes.holders)))
+        for redo in self.redos:
+            if redo.substitute == rank:
+                redo.substitute, redo.left = self._substitute(), set(redo.sequences)
+        return []
+
+    def check(self, node: v1.Node, kind: str, report: v1.Estate | v1.Redone) -> None:
+        """See `Lead`."""
+        if isinstance(report, v1.Redone):
+            return
+        rank = worker_rank(report.sender)
+        if rank is None or rank >= self._nodes.num_workers or report.gradients > MAX_COUNT:
+            raise impossible(
+                node.name, "orphaned pushes; expected those of workers, with up to 2^53 gradients"
+            )
+        for ref in (ref_of(name) for push in report.pushes for name in push.batches):
+            if not self._ledger.knows(ref, node.rank):
+                raise impossible(
+                    node.name, f"a lost worker's push of {ref}, which is no minibatch of this run"
+                )
+
+    def on_report(
+        self, node: v1.Node, kind: str, report: v1.Estate | v1.Redone, at_s: float
+    ) -> list[Instruction]:
+        """Takes what a shard has of a lost worker's pushes, or that one is redone."""
+        if not self._redoes:
+            if isinstance(self._ledger, OpenLedger) and isinstance(report, v1.Estate):
+                rank = worker_rank(report.sender)
+                assert rank is not None  # it was checked
+                self._ledger.pushed(rank, node.name, report.gradients, self._nodes.num_servers)
+            return []
+        take: Callable[[str, Any], list[Instruction]] = self.redone if kind == "redone" else self.report
+        out = take(node.name, report)
+        if out:
+            self._progress.heard(at_s)
+        return out
+
+    def report(self, shard: str, report: v1.Estate) -> list[Instruction]:
+        """Takes in what the chunks of a shard have applied. A repeated report changes nothing."""
+        orphans = self._of(report.sender, report.incarnation)
+        if orphans is None or shard not in orphans.awaited:
+            return []
+        orphans.awaited.remove(shard)
+        orphans.chunks += report.chunks
+        for push in report.pushes:
+            known = orphans.pushes.setdefault(tuple(map(ref_of, push.batches)), LostPush())
+            known.sequences[report.sender] = push.sequence
+            known.applied += push.applied
+        return [] if orphans.awaited else self._decide(orphans)
+
+    def _decide(self, orphans: Orphans) -> list[Instruction]:
+        assert isinstance(self._ledger, Ledger)
+        counts: defaultdict[str, int] = defaultdict(int)
+        for batches, push in sorted(orphans.pushes.items(), key=lambda item: min(item[1].sequences.values())):
+            known = [ref for ref in batches if ref in orphans.held]  # the others have their receipt
+            if not known or not push.applied:
+                continue
+            if push.applied == orphans.chunks:
+                counts["in_model"] += len(known)
+                self._receipt(orphans, known)
+            else:
+                counts["torn"] += len(known)
+                sequences = {**_unused(orphans), **push.sequences}
+                orphans.redos.append(Redo(self._substitute(), batches, sequences, set(orphans.senders)))
+        torn = {ref for redo in orphans.redos for ref in redo.batches}
+        for ref in sorted(orphans.held - torn):
+            counts["again"] += 1
+            orphans.held.remove(ref)
+            self._ledger.hands.give_back(ref)
+        who = member_name(0, orphans.rank)
+        event = SettledEvent(who=who, in_model=counts["in_model"], torn=counts["torn"], again=counts["again"])
+        self._close(orphans)
+        return [Emit(event), Notify()]
+
+    def redone(self, substitute: str, done: v1.Redone) -> list[Instruction]:
+        """Takes in that every chunk of a part has a torn push now. From no substitute it changes nothing."""
+        orphans = self._of(done.sender, done.incarnation)
+        if orphans is None:
+            return []
+        for redo in orphans.redos:
+            if (
+                redo.sequences[done.sender] == done.sequence
+                and _substitute_of(redo, done.sender) == substitute
+            ):
+                redo.left.discard(done.sender)
+        done_redos = [one for one in orphans.redos if not one.left]
+        for redo in done_redos:
+            orphans.redos.remove(redo)
+            self._receipt(orphans, [ref for ref in redo.batches if ref in orphans.held])
+            self._close(orphans)
+        return [Notify()] if done_redos else []
+
+    def notice(self, notice: v1.Notice) -> None:
+        """Adds the lost workers whose pushes are not settled: sender by sender."""
+        notice.fenced.extend(
+            v1.Fenced(
+                sender=who,
+                incarnation=incarnation,
+                errands=[
+                    v1.Errand(
+                        sequence=one.sequences[who],
+                        heir=_substitute_of(one, who),
+                        batches=map(receipt_of, one.batches),
+                    )
+                    for one in orphans.redos
+                ],
+            )
+            for orphans in self._open
+            for who, incarnation in orphans.senders.items()
+        )
+
+    def _of(self, sender: str, incarnation: int) -> Orphans | None:
+        return next((one for one in self._open if one.senders.get(sender) == incarnation), None)
+
+    def _receipt(self, orphans: Orphans, refs: Iterable[BatchRef]) -> None:
+        for ref in refs:
+            orphans.held.remove(ref)
+            self._ledger.receipt(ref, orphans.rank)
+
+    def _close(self, orphans: Orphans) -> None:
+        if not orphans.redos:
+            self._open.remove(orphans)
+
+    def _substitute(self) -> int:
+        """Rank of the worker with the fewest pushes to redo, the lowest of several."""
+        substitutes = [one.substitute for one in self.redos]
+        return min((node.rank for node in self._nodes.workers), key=substitutes.count)
+
+
+def _substitute_of(redo: Redo, sender: str) -> str:
+    """Name of the process that redoes a sender's push: the one that holds the same part."""
+    return member_name(part_of(sender), redo.substitute)
+
+
+def _unused(orphans: Orphans) -> dict[str, int]:
+    """By sender, a number that no push of the replica has had: for a sender that had not begun a push which is torn."""
+    used = [number for push in orphans.pushes.values() for number in push.sequences.values()]
+    used += [number for redo in orphans.redos for number in redo.sequences.values()]
+    return dict.fromkeys(orphans.senders, max(used) + 1)

@@ -1,0 +1,112 @@
+"""`leads_of`: the leads of a run, in the order in which they hear of what happens.
+
+The order is the priority: of what a beat says, and of what follows from it. What ends the run comes to an end there:
+the leads behind it hear no more of it. Who adds a feature adds its lead here, and `Lead` says what that can hear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.admission import Admission
+from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
+from gradstream.coordinator.early_ends import EarlyEnds, EndCriteria
+from gradstream.coordinator.lead import Lead
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
+from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.phases import WHOLE, JobStretch, LossTolerance, Phases
+from gradstream.coordinator.progress import QuorumDecisions, SampleProgress
+from gradstream.coordinator.refused_gradients import RefusedGradients
+from gradstream.coordinator.resharding import Resharding
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.stand_ins import SkippedParts, StandIns
+from gradstream.data.ledger import Ledger
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.telemetry.events import StartedEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorPlan:
+    """What the coordinator of a run is to lead.
+
+    Args:
+        started: the run as planned; `workers` and `servers` say which nodes are expected. The registered
+            model fills in `num_parameters` and `chunk_elems`.
+        distribution: how the minibatches reach the workers.
+        losses: which lost nodes the run survives.
+        policy: when checkpoints are made; None makes none, not even when the run is stopped.
+        deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
+        resume: the checkpoint from which a resumed run continues; None for a new run.
+        parts: number of processes of each worker's replica; if one is lost, all of them are replaced.
+        stretch: which part of the run this is, if its job has phases.
+        ends: what may end the run, or its phase, early.
+    """
+
+    started: StartedEvent
+    distribution: BatchDistribution
+    losses: LossTolerance
+    policy: Policy | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    resume: Resume | None = None
+    parts: int = 1
+    stretch: JobStretch = WHOLE
+    ends: EndCriteria = field(default_factory=EndCriteria)
+
+
+def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
+    """Makes the leads of a run."""
+    started, losses, ledger = plan.started, plan.losses, plan.distribution.ledger
+    planned = isinstance(ledger, Ledger)
+    alike = losses.regroups and losses.stands_in
+    nodes = Nodes(started.workers, started.servers, plan.parts, plan.stretch.before, alike=alike)
+    admission = Admission(nodes, plan.resume)
+    progress = SampleProgress(ledger, started.num_samples, plan.resume, in_rounds=started.in_rounds)
+    orphans = OrphanedPushes(progress, nodes, redoes=losses.redoes and planned)
+    snapshots = SnapshotRounds(
+        progress,
+        nodes,
+        plan.policy,
+        orphans,
+        deadlines=plan.deadlines,
+        by_decisions=losses.quorum is not None,
+    )
+    phases = Phases(started, nodes, progress, snapshots, losses, plan.stretch)
+    participation = ParticipationSchedule(progress, started.workers) if plan.distribution.drives else None
+    leads: list[Lead | None] = [
+        # New shards first: where every snapshot is due at once, the shards would never change.
+        Resharding(
+            nodes,
+            snapshots,
+            orphans,
+            plan.deadlines,
+            obstacle=losses.keeps_shards,
+            fewest=2 if losses.acknowledge == "replicated" else 1,
+        ),
+        # Whether the run survives a loss is known before anybody takes the place of what is lost.
+        phases,
+        # A gradient that is refused counts before its receipt.
+        RefusedGradients(
+            progress,
+            nodes,
+            losses.quarantine_after,
+            phases.abort,
+            whole_rounds=started.in_rounds and not started.servers and not losses.skips_lost,
+        ),
+        progress,
+        orphans,
+        StandIns(nodes, progress, hands_over=not losses.regroups) if losses.stands_in else None,
+        SkippedParts(ledger) if losses.skips_lost and isinstance(ledger, Ledger) else None,
+        participation,
+        QuorumDecisions(progress, started.workers) if losses.quorum is not None else None,
+        nodes,
+        admission,
+        # After all that puts minibatches into the model.
+        snapshots,
+        AssignmentReplies(plan.distribution, participation, nodes, phases, snapshots),
+        EarlyEnds(plan.ends, phases, progress, admission, snapshots),
+    ]
+    return [lead for lead in leads if lead is not None]
