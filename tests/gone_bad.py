@@ -52,7 +52,8 @@ BODIES: Mapping[str, type[Message]] = {"join": v1.Beat, "resume": v1.Beat, "keep
 """What follows it as a Body; other methods get bytes."""
 
 OWN_END = frozenset({"failure", "finished", "leaves", "broken"})
-"""Fields of a beat by which a worker ends the run, or its own part of it. It may; so they are tried apart."""
+"""Fields of a beat, or of a report, by which a worker ends the run, or its own part of it. It may; so they are tried
+apart."""
 
 COUNTS = (0, 1, 2, 3, 7, 100, 1 << 31, 1 << 32, (1 << 53) - 1, 1 << 53, (1 << 63) - 1)
 NUMBERS = (0.0, 1.0, -1.0, -1000.0, 1e-30, 1e6, 1e38, -1e38, 1e300, float("inf"), float("-inf"), float("nan"))
@@ -218,7 +219,9 @@ class GoneBad:
         """Sets some of the fields of a message."""
         draw = self._draw
         for field in message.DESCRIPTOR.fields:
-            if draw.random() < 0.5 or (message.DESCRIPTOR.name == "Beat" and field.name in OWN_END):
+            if draw.random() < 0.5 or (
+                message.DESCRIPTOR.name in ("Beat", "BeatReport") and field.name in OWN_END
+            ):
                 continue
             self.fields.add(f"{message.DESCRIPTOR.name}.{field.name}")
             if field.message_type is not None and field.message_type.GetOptions().map_entry:

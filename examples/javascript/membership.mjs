@@ -138,7 +138,7 @@ export class Member {
     const kind = cut?.phase === "PAUSE" ? "BEGUN" : reached ? "REACHED" : "";
     if (!kind || this.reported === kind + cut.number) return;
     this.reported = kind + cut.number;
-    this.tell({ snapshots: [{ number: cut.number, kind, count: this.begun }] });
+    this.tell({ reports: [{ snapshot: { number: cut.number, kind, count: this.begun } }] });
   }
 
   #send(beat) {

@@ -69,10 +69,10 @@ const shards = new Shards(run, member, { elems, chunk_elems, fingerprint });
 let sequence = 0, pulls = 0, leaving = false, known;
 const redone = new Set();
 member.onNotice = ({ fenced }) => { // some chunks lack a push of a lost worker: this one redoes it in its name
-  for (const { sender, incarnation, errands } of fenced)
-    for (const errand of errands.filter(({ heir }) => heir === member.name)) {
-      const key = `${sender} ${incarnation} ${errand.sequence}`;
-      if (!redone.has(key)) redone.add(key) && redo({ sender, incarnation }, errand).catch((error) => member.fail(error));
+  for (const { sender, incarnation, redos } of fenced)
+    for (const torn of redos.filter(({ substitute }) => substitute === member.name)) {
+      const key = `${sender} ${incarnation} ${torn.sequence}`;
+      if (!redone.has(key)) redone.add(key) && redo({ sender, incarnation }, torn).catch((error) => member.fail(error));
     }
 };
 async function redo(behalf, { sequence, batches }) {
@@ -80,7 +80,7 @@ async function redo(behalf, { sequence, batches }) {
   batches.forEach((batch) => addGradient(sum, weights, idsOf(batch)));
   const header = { sequence, behalf, lr, loss: NaN, samples: batches.flatMap(idsOf).length, num_gradients: batches.length };
   await shards.push(sum, versions, header);
-  member.tell({ redone: [{ ...behalf, sequence }] });
+  member.tell({ reports: [{ redone: { ...behalf, sequence } }] });
 }
 async function step(batch, number) {
   const weights = new Float32Array(elems), sum = new Float32Array(elems), ids = idsOf(batch), at = performance.now();

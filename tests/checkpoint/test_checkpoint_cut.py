@@ -300,7 +300,7 @@ def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep
     rounds.finish(0.0)
     for kind in (v1.SnapshotReport.BEGUN, v1.SnapshotReport.REACHED):
         for node in nodes.workers:
-            rounds.on_report(node, "snapshots", v1.SnapshotReport(number=1, kind=kind), 0.0)
+            rounds.on_report(node, "snapshot", v1.SnapshotReport(number=1, kind=kind), 0.0)
     assert rounds.current is not None
     assert rounds.current.phase == v1.Snapshot.ENDED
     gone = nodes.remove("worker-1")

@@ -261,7 +261,7 @@ def test_the_transitions_of_rounds() -> None:
 
     def says(rank: int, kind: v1.SnapshotReport.Kind, count: int = 0, **more: Any) -> v1.Snapshot:
         report = v1.SnapshotReport(number=1, kind=kind, count=count)
-        membership.beat(f"worker-{rank}", v1.Beat(snapshots=[report], **more), 2.0)
+        membership.beat(f"worker-{rank}", v1.Beat(reports=[v1.BeatReport(snapshot=report)], **more), 2.0)
         return membership.notice.snapshot
 
     assert (membership.notice.snapshot.phase, membership.notice.snapshot.ends) == (v1.Snapshot.PAUSE, True)

@@ -182,7 +182,7 @@ def test_a_quarantined_worker_is_lost_for_good_and_so_is_its_certificate() -> No
     for in_a_row in (1, 2, 3):
         assert "worker-1" not in membership.nodes.expelled
         refused = v1.Refused(batch=receipt, samples=4, step=7, what="a NaN \x1b[2J", in_a_row=in_a_row)
-        membership.beat("worker-1", v1.Beat(refused=[refused]), 1.0)
+        membership.beat("worker-1", v1.Beat(reports=[v1.BeatReport(refused=refused)]), 1.0)
     why = membership.nodes.expelled["worker-1"]
     assert "its last 3 gradients were not finite (a NaN " in why and "\x1b" not in why
     membership.lost("worker-1", why, 2.0, b"digest of worker-1")
@@ -279,8 +279,10 @@ def test_a_group_that_failed_without_a_loss_raises_the_epoch_once() -> None:
     membership = gathered()
     assert membership.nodes.epoch == 1
     reports = [("worker-0", 1), ("worker-1", 1), ("worker-0", 7)]
-    told = [membership.beat(name, v1.Beat(broken=epoch), 1.0) for name, epoch in reports]
+    told = [
+        membership.beat(name, v1.Beat(reports=[v1.BeatReport(broken=epoch)]), 1.0) for name, epoch in reports
+    ]
     assert [Notify() in out for out in told] == [True, False, False]
     assert membership.nodes.epoch == membership.notice.epoch == 2
-    assert Notify() in membership.beat("worker-1", v1.Beat(broken=2), 2.0)
+    assert Notify() in membership.beat("worker-1", v1.Beat(reports=[v1.BeatReport(broken=2)]), 2.0)
     assert membership.nodes.epoch == 3 and membership.notice.phase == v1.Notice.TRAINING

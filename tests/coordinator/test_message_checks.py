@@ -62,6 +62,13 @@ def membership(
 
 
 GOOD = v1.Receipt(epoch=0, partition=0, batch=0)
+
+
+def says(**report: Any) -> v1.Beat:
+    """A beat with one report."""
+    return v1.Beat(reports=[v1.BeatReport(**report)])
+
+
 BEATS = {
     "a batch beyond the epoch": ("worker-0", v1.Beat(receipts=[GOOD, v1.Receipt(batch=4)])),
     "an epoch beyond the run": ("worker-0", v1.Beat(receipts=[GOOD, v1.Receipt(epoch=2)])),
@@ -69,18 +76,27 @@ BEATS = {
     "a partition that is not": ("worker-0", v1.Beat(receipts=[GOOD, v1.Receipt(partition=2)])),
     "a receipt of a shard": ("shard-0", v1.Beat(receipts=[GOOD])),
     "a shard that finishes": ("shard-0", v1.Beat(finished=True, relies=True)),
-    "a shard that is quiesced": ("shard-0", v1.Beat(quiesced=1)),
-    "a group of a shard": ("shard-0", v1.Beat(broken=1)),
-    "a refused gradient of a shard": ("shard-0", v1.Beat(refused=[v1.Refused(batch=GOOD, in_a_row=1)])),
-    "an epoch that a shard begins": ("shard-0", v1.Beat(begun=[v1.Begun(step=0)])),
-    "a sound gradient of a shard": ("shard-0", v1.Beat(sound=True)),
+    "a shard that leaves": ("shard-0", v1.Beat(leaves=True)),
+    "a report of nothing": ("worker-0", says()),
+    "a report that the run has no use for": ("worker-0", says(quiesced=1)),
+    "a group of a shard": ("shard-0", says(broken=1)),
+    "a backup of a worker": ("worker-0", says(backed_up=1)),
+    "new chunks of a worker": ("worker-0", says(resharded=v1.Resharded(first=1))),
+    "a push that a shard redoes": ("shard-0", says(redone=v1.Redone(sender="worker-1"))),
+    "a refused gradient of a shard": ("shard-0", says(refused=v1.Refused(batch=GOOD, in_a_row=1))),
+    "an epoch that a shard begins": ("shard-0", says(begun=v1.Begun(step=0))),
+    "an epoch from an impossible step": ("worker-0", says(begun=v1.Begun(step=1 << 60))),
+    "a sound gradient of a shard": ("shard-0", says(sound=True)),
     "a refused gradient of no batch": (
         "worker-0",
-        v1.Beat(receipts=[GOOD], refused=[v1.Refused(batch=v1.Receipt(batch=HUGE), in_a_row=1)]),
+        v1.Beat(
+            receipts=[GOOD],
+            reports=[v1.BeatReport(refused=v1.Refused(batch=v1.Receipt(batch=HUGE), in_a_row=1))],
+        ),
     ),
     "a refused gradient of too many samples": (
         "worker-0",
-        v1.Beat(refused=[v1.Refused(batch=GOOD, samples=VERY_HUGE, in_a_row=1)]),
+        says(refused=v1.Refused(batch=GOOD, samples=VERY_HUGE, in_a_row=1)),
     ),
     "blame by a worker": (
         "worker-0",
@@ -90,28 +106,46 @@ BEATS = {
         "shard-0",
         v1.Beat(failure=v1.Failure(error="NonFiniteError", culprit="coordinator")),
     ),
-    "an estate of no worker": ("shard-0", v1.Beat(estates=[v1.Estate(sender="shard-0", gradients=1)])),
-    "an estate of a rank that is not": (
+    "orphaned pushes of no worker": (
         "shard-0",
-        v1.Beat(estates=[v1.Estate(sender="worker-2", gradients=1)]),
+        says(orphaned=v1.SenderPushes(sender="shard-0", gradients=1)),
     ),
-    "an estate of too much": (
+    "orphaned pushes of a worker": (
+        "worker-0",
+        says(orphaned=v1.SenderPushes(sender="worker-1", gradients=1)),
+    ),
+    "orphaned pushes of a rank that is not": (
         "shard-0",
-        v1.Beat(estates=[v1.Estate(sender="worker-1", gradients=VERY_HUGE)]),
+        says(orphaned=v1.SenderPushes(sender="worker-2", gradients=1)),
     ),
-    "a verdict of a worker": ("worker-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0])])),
-    "a verdict on no round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=8, ranks=[0])])),
-    "a verdict on a huge round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=VERY_HUGE, ranks=[0])])),
-    "a verdict of no rank": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[2])])),
-    "a verdict of a rank twice": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0, 0])])),
-    "a verdict of nobody": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0)])),
+    "too many orphaned pushes": (
+        "shard-0",
+        says(orphaned=v1.SenderPushes(sender="worker-1", gradients=VERY_HUGE)),
+    ),
+    "an orphaned push of no batch": (
+        "shard-0",
+        says(
+            orphaned=v1.SenderPushes(
+                sender="worker-1", pushes=[v1.KeptPush(batches=[v1.Receipt(batch=HUGE)])]
+            )
+        ),
+    ),
+    "a decision of a worker": ("worker-0", says(decision=v1.Decision(round=0, ranks=[0]))),
+    "a decision on no round": ("shard-0", says(decision=v1.Decision(round=8, ranks=[0]))),
+    "a decision on a huge round": ("shard-0", says(decision=v1.Decision(round=VERY_HUGE, ranks=[0]))),
+    "a decision of no rank": ("shard-0", says(decision=v1.Decision(round=0, ranks=[2]))),
+    "a decision of a rank twice": ("shard-0", says(decision=v1.Decision(round=0, ranks=[0, 0]))),
+    "a decision of nobody": ("shard-0", says(decision=v1.Decision(round=0))),
     "a snapshot after too many": (
         "worker-0",
-        v1.Beat(snapshots=[v1.SnapshotReport(number=1, count=VERY_HUGE)]),
+        says(snapshot=v1.SnapshotReport(number=1, count=VERY_HUGE)),
     ),
     "a report of no kind": (
         "worker-0",
-        v1.Beat(receipts=[GOOD], snapshots=[v1.SnapshotReport.FromString(b"\x10\x63")]),
+        v1.Beat(
+            receipts=[GOOD],
+            reports=[v1.BeatReport(snapshot=v1.SnapshotReport.FromString(b"\x10\x63"))],
+        ),
     ),
 }
 
@@ -129,7 +163,7 @@ def test_beats_that_can_be_pass() -> None:
     state.check(
         "worker-0", v1.Beat(receipts=[GOOD, v1.Receipt(epoch=1, partition=1, batch=3)], finished=True)
     )
-    state.check("shard-0", v1.Beat(verdicts=[v1.Verdict(round=7, ranks=[1])]))
+    state.check("shard-0", says(decision=v1.Decision(round=7, ranks=[1])))
 
 
 def test_receipts_of_an_open_ended_run_are_ones_own_and_not_far_ahead() -> None:

@@ -44,13 +44,13 @@ def told(orphans: OrphanedPushes) -> list[v1.Fenced]:
     return list(notice.fenced)
 
 
-def report(sender: str, pushes: Sequence[tuple[int, BatchRef, int]]) -> v1.Estate:
+def report(sender: str, pushes: Sequence[tuple[int, BatchRef, int]]) -> v1.SenderPushes:
     """What a shard of two chunks says: (number, minibatch, chunks that have it) of each push."""
     kept = [
         v1.KeptPush(sequence=sequence, batches=[receipt_of(ref)], applied=applied)
         for sequence, ref, applied in pushes
     ]
-    return v1.Estate(sender=sender, incarnation=LOST[sender], chunks=2, pushes=kept)
+    return v1.SenderPushes(sender=sender, incarnation=LOST[sender], chunks=2, pushes=kept)
 
 
 def test_it_is_decided_over_the_chunks_of_all_parts() -> None:
@@ -60,10 +60,10 @@ def test_it_is_decided_over_the_chunks_of_all_parts() -> None:
     (event, _) = orphans.report("shard-1", report("part1-1", [(4, whole, 2)]))
     assert event.event == SettledEvent(who="worker-1", in_model=1, torn=1, again=1)  # type: ignore[attr-defined]
     assert ledger.num_receipts == 1
-    redos = {one.sender: one.errands for one in told(orphans)}
-    assert [(one.heir, one.sequence) for one in redos["worker-1"]] == [("worker-0", 2)]
+    redos = {one.sender: one.redos for one in told(orphans)}
+    assert [(one.substitute, one.sequence) for one in redos["worker-1"]] == [("worker-0", 2)]
     # Its part had not begun this push: it gets a number that no push of the replica has had.
-    assert [(one.heir, one.sequence) for one in redos["part1-1"]] == [("part1-0", 5)]
+    assert [(one.substitute, one.sequence) for one in redos["part1-1"]] == [("part1-0", 5)]
 
 
 def test_a_push_is_redone_when_all_processes_of_the_substitute_have_redone_theirs() -> None:

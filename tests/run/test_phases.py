@@ -589,7 +589,7 @@ def test_batches_grow_during_a_run_and_every_sample_counts_once(strategy: str, t
 
 def test_a_growth_that_comes_too_late_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator hears of steps after a while: the last ones may be done then."""
-    monkeypatch.setattr("gradstream.coordinator.membership.GROWS_BEFORE", -100)
+    monkeypatch.setattr("gradstream.coordinator.phases.GROWS_BEFORE", -100)
     phase = gs.Phase(epochs=2, accumulate=2, variance_test=0.5, largest=3)
     run = counted(sums=True, workers=2, batch_size=1, phases=[phase], seed=3)
     assert run.summary["samples_accounted"] == 2 * NUM_SAMPLES

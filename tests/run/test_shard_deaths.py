@@ -247,7 +247,7 @@ def without_estates(patch: pytest.MonkeyPatch) -> None:
 
 def _forgetting(restored: Callable[[ShardBackup, v1.ChunkBackup], Any]) -> Any:
     def of(self: ShardBackup, backup: v1.ChunkBackup) -> Any:
-        del backup.estates[:]
+        del backup.pushes[:]
         return restored(self, backup)
 
     return of

@@ -197,7 +197,7 @@ def test_what_the_shards_have_is_no_loss() -> None:
 def test_shards_count_the_gradients_of_who_has_left() -> None:
     """Those that every chunk has, once nothing of the sender is on its way; initial parameters are no gradient."""
     state = ShardState([0, 1], EveryPush())
-    reports: list[v1.Estate] = []
+    reports: list[v1.SenderPushes] = []
     estates = PushEstates(state, counts=True)
     estates.on_report = reports.append
 

@@ -154,7 +154,7 @@ def _emitted(instructions: Any) -> None:
 def _beat(data: bytes) -> None:
     membership, who = _membership(), _who(data)
     beat = v1.Beat.FromString(data[1:])
-    if beat.snapshots:
+    if any(report.HasField("snapshot") for report in beat.reports):
         membership.phases.ask_to_stop(0.0)  # begins no cut, where there is no disk
     before = _state(membership)
     try:
@@ -332,7 +332,7 @@ DECODERS = (
     _message(
         "beat",
         _beat,
-        v1.Beat(receipts=_RECEIPTS, snapshots=[v1.SnapshotReport(number=1, count=2)]),
+        v1.Beat(receipts=_RECEIPTS, reports=[v1.BeatReport(snapshot=v1.SnapshotReport(number=1, count=2))]),
         v1.Beat(finished=True, relies=True),
         v1.Beat(failure=v1.Failure(error="ValueError", message="x\x1b[2J")),
     ),

@@ -68,7 +68,7 @@ class SnapshotMember(Protocol):
         """Waits until `reached()` holds; see `Member.heard`."""
         ...
 
-    def report(self, report: v1.SnapshotReport) -> None:
+    def report(self, report: v1.BeatReport) -> None:
         """Reports how far this node is with a snapshot."""
         ...
 
@@ -110,7 +110,7 @@ class NodeSnapshots:
                     raise  # the run is over
                 text = f"{type(error).__name__}: {error}"
                 report = v1.SnapshotReport(number=snapshot.number, kind=v1.SnapshotReport.FAILED, error=text)
-                self._member.report(report)
+                self._member.report(v1.BeatReport(snapshot=report))
 
     def _asked(self, number: int) -> bool:
         snapshot = self._member.notice.snapshot
@@ -137,7 +137,7 @@ class NodeSnapshots:
         held = v1.SnapshotReport(
             number=number, kind=v1.SnapshotReport.HELD, versions=versions, procedures=procedures
         )
-        self._member.report(held)
+        self._member.report(v1.BeatReport(snapshot=held))
         await self._member.heard(lambda: not self._is(snapshot, v1.Snapshot.SNAPSHOT))
         if not self._is(snapshot, v1.Snapshot.WRITE):
             return
@@ -146,7 +146,7 @@ class NodeSnapshots:
             vectors = {}
             trim(needed_bytes)
         written = v1.SnapshotReport(number=number, kind=v1.SnapshotReport.WRITTEN, sums=sums)
-        self._member.report(written)
+        self._member.report(v1.BeatReport(snapshot=written))
 
     def _is(self, snapshot: v1.Snapshot, phase: v1.Snapshot.Phase) -> bool:
         now = self._member.notice.snapshot

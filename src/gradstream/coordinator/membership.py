@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
-
 from gradstream.coordinator.admission import Admission, Gathering
 from gradstream.coordinator.lead import (
     ANY,
@@ -49,8 +47,6 @@ TRACEBACK_BYTES = 1 << 16
 
 NOTIFIED_OF_EACH = 64
 """Up to so many nodes, all members get a notice of each node that joins."""
-
-_OF_EACH_BEAT = ("events", "receipts", "finished", "relies", "leaves", "failure", "number")
 
 L = TypeVar("L", bound=Lead)
 
@@ -304,9 +300,9 @@ class Membership:
 
 
 def _reports(beat: v1.Beat) -> Mapping[str, list[Any]]:
-    """The reports of a beat by kind, in their order."""
+    """The reports of a beat by kind, in their order. That of a kind which this program does not know is "unknown"."""
     out: defaultdict[str, list[Any]] = defaultdict(list)
-    for kind, value in beat.ListFields():
-        if kind.name not in _OF_EACH_BEAT:
-            out[kind.name] += [value] if isinstance(value, int | Message) else value
+    for report in beat.reports:
+        kind = report.WhichOneof("of")
+        out[kind or "unknown"].append(getattr(report, kind) if kind else None)
     return out

@@ -103,7 +103,7 @@ class OrphanedPushes(Lead):
     KEPT = ("_open",)
     """See `durable.state`."""
 
-    REPORTS: ClassVar = {"estates": SHARDS, "redone": REPLICAS}
+    REPORTS: ClassVar = {"orphaned": SHARDS, "redone": REPLICAS}
 
     def __init__(self, progress: SampleProgress, nodes: Nodes, *, redoes: bool) -> None:
         self._progress = progress
@@ -146,7 +146,7 @@ class OrphanedPushes(Lead):
                 redo.substitute, redo.left = self._substitute(), set(redo.sequences)
         return []
 
-    def check(self, node: v1.Node, kind: str, report: v1.Estate | v1.Redone) -> None:
+    def check(self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone) -> None:
         """See `Lead`."""
         if isinstance(report, v1.Redone):
             return
@@ -162,11 +162,11 @@ class OrphanedPushes(Lead):
                 )
 
     def on_report(
-        self, node: v1.Node, kind: str, report: v1.Estate | v1.Redone, at_s: float
+        self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone, at_s: float
     ) -> list[Instruction]:
         """Takes what a shard has of a lost worker's pushes, or that one is redone."""
         if not self._redoes:
-            if isinstance(self._ledger, OpenLedger) and isinstance(report, v1.Estate):
+            if isinstance(self._ledger, OpenLedger) and isinstance(report, v1.SenderPushes):
                 rank = worker_rank(report.sender)
                 assert rank is not None  # it was checked
                 self._ledger.pushed(rank, node.name, report.gradients, self._nodes.num_servers)
@@ -177,7 +177,7 @@ class OrphanedPushes(Lead):
             self._progress.heard(at_s)
         return out
 
-    def report(self, shard: str, report: v1.Estate) -> list[Instruction]:
+    def report(self, shard: str, report: v1.SenderPushes) -> list[Instruction]:
         """Takes in what the chunks of a shard have applied. A repeated report changes nothing."""
         orphans = self._of(report.sender, report.incarnation)
         if orphans is None or shard not in orphans.awaited:
@@ -238,10 +238,10 @@ class OrphanedPushes(Lead):
             v1.Fenced(
                 sender=who,
                 incarnation=incarnation,
-                errands=[
-                    v1.Errand(
+                redos=[
+                    v1.Redo(
                         sequence=one.sequences[who],
-                        heir=_substitute_of(one, who),
+                        substitute=_substitute_of(one, who),
                         batches=map(receipt_of, one.batches),
                     )
                     for one in orphans.redos

@@ -291,13 +291,13 @@ class QuorumDecisions(Lead):
         num_workers: number of workers.
     """
 
-    REPORTS: ClassVar = {"verdicts": SHARDS}
+    REPORTS: ClassVar = {"decision": SHARDS}
 
     def __init__(self, progress: SampleProgress, num_workers: int) -> None:
         self._progress = progress
         self._num_workers = num_workers
 
-    def check(self, node: v1.Node, kind: str, report: v1.Verdict) -> None:
+    def check(self, node: v1.Node, kind: str, report: v1.Decision) -> None:
         """See `Lead`."""
         who, ranks, ledger = node.name, list(report.ranks), self._progress.ledger
         if who != "shard-0":
@@ -309,7 +309,7 @@ class QuorumDecisions(Lead):
         if isinstance(ledger, Ledger) and not ledger.has_round(report.round - self._progress.first_round):
             raise impossible(who, f"a decision on round {report.round}, which this run does not have")
 
-    def on_report(self, node: v1.Node, kind: str, report: v1.Verdict, at_s: float) -> list[Instruction]:
+    def on_report(self, node: v1.Node, kind: str, report: v1.Decision, at_s: float) -> list[Instruction]:
         """Records the ranks whose gradients make the update of a round."""
         ledger, ranks = self._progress.ledger, list(report.ranks)
         self._progress.heard(at_s)

@@ -127,7 +127,7 @@ class SnapshotRounds(Lead):
     )
     """See `durable.state`."""
 
-    REPORTS: ClassVar = {"snapshots": ANY}
+    REPORTS: ClassVar = {"snapshot": ANY}
 
     def __init__(
         self,

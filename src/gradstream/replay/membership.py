@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.client.reporter import Reporter
@@ -128,15 +128,10 @@ class ReplayedMember(Member):
     def receipt(self, refs: Iterable[BatchRef]) -> None:
         """Does nothing: the recording knows which minibatches are in the model."""
 
-    def refused(self, refused: v1.Refused) -> None:
-        """Does nothing, since there is no coordinator."""
-
-    def sound(self) -> None:
-        """Does nothing, since there is no coordinator."""
-
-    def report(self, report: v1.SnapshotReport) -> None:
+    def report(self, report: v1.BeatReport, *, soon: bool = True) -> None:
         """After a worker has reached a snapshot, publishes the next one, or the end if that was the last."""
-        if report.kind != v1.SnapshotReport.REACHED or self._ended:
+        reached = report.HasField("snapshot") and report.snapshot.kind == v1.SnapshotReport.REACHED
+        if not reached or self._ended:
             return
         pause = self._pauses[0]
         self._ended = isinstance(pause, SnapshotReached) and pause.ends
@@ -146,12 +141,6 @@ class ReplayedMember(Member):
             interval = v1.Interval(number=pause.number)
             self._participation = v1.Participation(intervals={self.node.name: interval}, phase=pause.phase)
         self._publish()
-
-    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
-        """Does nothing, since there is no coordinator."""
-
-    def quiesced(self, number: int) -> None:
-        """Does nothing, since there is no coordinator."""
 
     def finished(self, *, relies: bool = False) -> None:
         """Removes the workers of lower ranks if this one kept the final parameters: they had left by then."""

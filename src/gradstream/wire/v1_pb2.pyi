@@ -541,7 +541,7 @@ class Backup(_message.Message):
     def __init__(self, chunk: _Optional[_Union[ChunkBackup, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerClock, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ChunkBackup(_message.Message):
-    __slots__ = ("index", "version", "summed", "clock", "lr", "windows", "clocks", "vectors", "estates", "procedure")
+    __slots__ = ("index", "version", "summed", "clock", "lr", "windows", "clocks", "vectors", "pushes", "procedure")
     class ClocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -557,7 +557,7 @@ class ChunkBackup(_message.Message):
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
     CLOCKS_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
-    ESTATES_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
     PROCEDURE_FIELD_NUMBER: _ClassVar[int]
     index: int
     version: int
@@ -567,9 +567,9 @@ class ChunkBackup(_message.Message):
     windows: _containers.RepeatedCompositeFieldContainer[Window]
     clocks: _containers.ScalarMap[int, int]
     vectors: _containers.RepeatedScalarFieldContainer[str]
-    estates: _containers.RepeatedCompositeFieldContainer[Estate]
+    pushes: _containers.RepeatedCompositeFieldContainer[SenderPushes]
     procedure: Procedure
-    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., summed: _Optional[int] = ..., clock: _Optional[int] = ..., lr: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., clocks: _Optional[_Mapping[int, int]] = ..., vectors: _Optional[_Iterable[str]] = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., procedure: _Optional[_Union[Procedure, _Mapping]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., summed: _Optional[int] = ..., clock: _Optional[int] = ..., lr: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., clocks: _Optional[_Mapping[int, int]] = ..., vectors: _Optional[_Iterable[str]] = ..., pushes: _Optional[_Iterable[_Union[SenderPushes, _Mapping]]] = ..., procedure: _Optional[_Union[Procedure, _Mapping]] = ...) -> None: ...
 
 class Window(_message.Message):
     __slots__ = ("sender", "incarnation", "low", "above")
@@ -791,24 +791,24 @@ class Notice(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_stretch: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
 
 class Fenced(_message.Message):
-    __slots__ = ("sender", "incarnation", "errands")
+    __slots__ = ("sender", "incarnation", "redos")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    ERRANDS_FIELD_NUMBER: _ClassVar[int]
+    REDOS_FIELD_NUMBER: _ClassVar[int]
     sender: str
     incarnation: int
-    errands: _containers.RepeatedCompositeFieldContainer[Errand]
-    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., errands: _Optional[_Iterable[_Union[Errand, _Mapping]]] = ...) -> None: ...
+    redos: _containers.RepeatedCompositeFieldContainer[Redo]
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., redos: _Optional[_Iterable[_Union[Redo, _Mapping]]] = ...) -> None: ...
 
-class Errand(_message.Message):
-    __slots__ = ("sequence", "heir", "batches")
+class Redo(_message.Message):
+    __slots__ = ("sequence", "substitute", "batches")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    HEIR_FIELD_NUMBER: _ClassVar[int]
+    SUBSTITUTE_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    heir: str
+    substitute: str
     batches: _containers.RepeatedCompositeFieldContainer[Receipt]
-    def __init__(self, sequence: _Optional[int] = ..., heir: _Optional[str] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., substitute: _Optional[str] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ...) -> None: ...
 
 class StandIn(_message.Message):
     __slots__ = ("rank", "worker", "newcomer")
@@ -931,48 +931,54 @@ class SnapshotReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., procedures: _Optional[_Iterable[_Union[Procedure, _Mapping]]] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone", "broken", "resharded", "backed_up")
+    __slots__ = ("events", "receipts", "finished", "failure", "relies", "number", "leaves", "reports")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     RELIES_FIELD_NUMBER: _ClassVar[int]
-    VERDICTS_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
-    SOUND_FIELD_NUMBER: _ClassVar[int]
-    QUIESCED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    HANDED_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
-    ESTATES_FIELD_NUMBER: _ClassVar[int]
-    REDONE_FIELD_NUMBER: _ClassVar[int]
-    BROKEN_FIELD_NUMBER: _ClassVar[int]
-    RESHARDED_FIELD_NUMBER: _ClassVar[int]
-    BACKED_UP_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
     failure: Failure
-    snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotReport]
     relies: bool
-    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
-    begun: _containers.RepeatedCompositeFieldContainer[Begun]
-    refused: _containers.RepeatedCompositeFieldContainer[Refused]
+    number: int
+    leaves: bool
+    reports: _containers.RepeatedCompositeFieldContainer[BeatReport]
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., relies: bool = ..., number: _Optional[int] = ..., leaves: bool = ..., reports: _Optional[_Iterable[_Union[BeatReport, _Mapping]]] = ...) -> None: ...
+
+class BeatReport(_message.Message):
+    __slots__ = ("snapshot", "begun", "refused", "sound", "quiesced", "handed", "decision", "orphaned", "redone", "broken", "resharded", "backed_up")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SOUND_FIELD_NUMBER: _ClassVar[int]
+    QUIESCED_FIELD_NUMBER: _ClassVar[int]
+    HANDED_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_FIELD_NUMBER: _ClassVar[int]
+    REDONE_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    RESHARDED_FIELD_NUMBER: _ClassVar[int]
+    BACKED_UP_FIELD_NUMBER: _ClassVar[int]
+    snapshot: SnapshotReport
+    begun: Begun
+    refused: Refused
     sound: bool
     quiesced: int
-    number: int
-    handed: _containers.RepeatedCompositeFieldContainer[HandOver]
-    leaves: bool
-    estates: _containers.RepeatedCompositeFieldContainer[Estate]
-    redone: _containers.RepeatedCompositeFieldContainer[Redone]
+    handed: HandOver
+    decision: Decision
+    orphaned: SenderPushes
+    redone: Redone
     broken: int
     resharded: Resharded
     backed_up: int
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
+    def __init__(self, snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., handed: _Optional[_Union[HandOver, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., orphaned: _Optional[_Union[SenderPushes, _Mapping]] = ..., redone: _Optional[_Union[Redone, _Mapping]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
 
-class Estate(_message.Message):
+class SenderPushes(_message.Message):
     __slots__ = ("sender", "incarnation", "chunks", "pushes", "gradients")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -1050,7 +1056,7 @@ class Kept(_message.Message):
     size_bytes: int
     def __init__(self, path: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
-class Verdict(_message.Message):
+class Decision(_message.Message):
     __slots__ = ("round", "ranks", "distances")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]

@@ -29,7 +29,7 @@ class _SnapshotStop:
         report: sends a report about a snapshot to the coordinator.
     """
 
-    def __init__(self, worker: str, report: Callable[[v1.SnapshotReport], None]) -> None:
+    def __init__(self, worker: str, report: Callable[[v1.BeatReport], None]) -> None:
         self.snapshot = v1.Snapshot()
         self._worker = worker
         self._report = report
@@ -57,7 +57,8 @@ class _SnapshotStop:
     def _say(self, kind: v1.SnapshotReport.Kind, begun: int) -> None:
         if self._reported != (self.snapshot.number, kind):
             self._reported = (self.snapshot.number, kind)
-            self._report(v1.SnapshotReport(number=self.snapshot.number, kind=kind, count=begun))
+            report = v1.SnapshotReport(number=self.snapshot.number, kind=kind, count=begun)
+            self._report(v1.BeatReport(snapshot=report))
 
 
 class _Intervals:
@@ -65,14 +66,14 @@ class _Intervals:
 
     Args:
         worker: name of the worker's node.
-        quiesced: tells the coordinator that the worker stands in a paused interval of this number.
+        report: tells the coordinator that the worker stands in a paused interval.
     """
 
-    def __init__(self, worker: str, quiesced: Callable[[int], None]) -> None:
+    def __init__(self, worker: str, report: Callable[[v1.BeatReport], None]) -> None:
         self.present = v1.Interval()
         self.phase = ""
         self._worker = worker
-        self._quiesced = quiesced
+        self._report = report
         self._entered = 0  # number of the interval in which the worker has passed the gate
         self._reported = 0  # number of the interval in which it has reported to stand
 
@@ -91,7 +92,7 @@ class _Intervals:
         """Reports that a worker stands, if it is paused."""
         if self.present.paused and self._reported != self.present.number:
             self._reported = self.present.number
-            self._quiesced(self.present.number)
+            self._report(v1.BeatReport(quiesced=self.present.number))
 
 
 class BatchGate:
@@ -99,8 +100,7 @@ class BatchGate:
 
     Args:
         worker: name of the worker's node.
-        report: sends a report about a snapshot to the coordinator.
-        quiesced: tells the coordinator that the worker stands in a paused interval of this number.
+        report: sends a report to the coordinator.
         on_stand: called when a snapshot or a pause has made the worker stand: with the number of minibatches
             begun, and whether it will begin no further one.
         on_interval: called when the worker is resumed, or enters another phase: with the number of minibatches
@@ -117,8 +117,7 @@ class BatchGate:
     def __init__(
         self,
         worker: str,
-        report: Callable[[v1.SnapshotReport], None],
-        quiesced: Callable[[int], None],
+        report: Callable[[v1.BeatReport], None],
         on_stand: Callable[[int, bool], None] = lambda begun, ends: None,
         on_interval: Callable[[int, v1.Interval, str], None] = lambda begun, interval, phase: None,
     ) -> None:
@@ -127,7 +126,7 @@ class BatchGate:
         self.phase = ""
         self.flush_others: Callable[[], Awaitable[None]] | None = None
         self._stop = _SnapshotStop(worker, report)
-        self._intervals = _Intervals(worker, quiesced)
+        self._intervals = _Intervals(worker, report)
         self._on_stand = on_stand
         self._on_interval = on_interval
         self._standing = False  # everything that was begun is in the model

@@ -172,7 +172,7 @@ class WorkerNode:
         self._exchange: Exchange | None = None  # once the run has begun
         self._recorder = WorkerRecorder(member.requests, config.log)
         self._batch_gate = BatchGate(
-            runtime.node, member.report, member.quiesced, self._recorder.stood, self._recorder.interval_begun
+            runtime.node, member.report, self._recorder.stood, self._recorder.interval_begun
         )
         member.listen(self._batch_gate.hear)
         self._averager = BufferAverager(

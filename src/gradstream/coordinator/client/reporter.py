@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from gradstream.coordinator.presence_service import in_beats
 from gradstream.coordinator.progress import receipt_of
@@ -57,64 +57,16 @@ class Reporter:
         self.receipt(refs)
         self._urgent.ring()
 
-    def estate(self, estate: v1.Estate) -> None:
-        """Reports at once which pushes of a lost worker this shard's chunks have applied."""
-        self.beat.estates.append(estate)
-        self._urgent.ring()
-
-    def backed_up(self, incarnation: int) -> None:
-        """Reports at once that this process of another shard has a backup of all chunks of this one."""
-        self.beat.backed_up = incarnation
-        self._urgent.ring()
-
-    def broken(self, epoch: int) -> None:
-        """Reports at once that the group of this epoch has failed, although all its workers are there."""
-        self.beat.broken = epoch
-        self._urgent.ring()
-
-    def resharded(self, first: int, error: str = "") -> None:
-        """Reports at once that this shard of a new placement has its chunks; or, in `error`, why it cannot get them.
+    def report(self, report: v1.BeatReport, *, soon: bool = True) -> None:
+        """Reports what the coordinator's half of a feature has to know.
 
         Args:
-            first: lowest rank of the placement's shards.
-            error: "" if it has them.
+            report: goes out behind the receipts so far.
+            soon: send the next beat at once.
         """
-        self.beat.resharded.CopyFrom(v1.Resharded(first=first, error=error))
-        self._urgent.ring()
-
-    def redone(self, done: v1.Redone) -> None:
-        """Reports at once that every chunk has a lost worker's push, which this worker has redone."""
-        self.beat.redone.append(done)
-        self._urgent.ring()
-
-    def refused(self, refused: v1.Refused) -> None:
-        """Reports at once a gradient that is not in the model, and is not going to be."""
-        self.beat.refused.append(refused)
-        self.beat.sound = False
-        self._urgent.ring()
-
-    def sound(self) -> None:
-        """Reports that this worker's newest gradient is finite, after others that were not."""
-        self.beat.sound = True
-
-    def report(self, report: v1.SnapshotReport) -> None:
-        """Reports at once how far this node is with a snapshot. Earlier receipts go out in the same beat."""
-        self.beat.snapshots.append(report)
-        self._urgent.ring()
-
-    def quiesced(self, number: int) -> None:
-        """Reports that this worker, paused in interval `number`, has pushed all that it had begun."""
-        self.beat.quiesced = number
-        self._urgent.ring()
-
-    def hand_over(self, handed: v1.HandOver) -> None:
-        """Reports that this worker computes no part of a lost worker from a round on."""
-        self.beat.handed.append(handed)
-        self._urgent.ring()
-
-    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
-        """Reports that the update of a round was made of the gradients of these ranks."""
-        self.beat.verdicts.append(v1.Verdict(round=round, ranks=ranks))
+        self.beat.reports.append(report)
+        if soon:
+            self._urgent.ring()
 
     def finished(self, *, relies: bool = False) -> None:
         """Reports that the strategy of this worker is done with all its minibatches.
@@ -129,22 +81,7 @@ class Reporter:
     def _has_news(self) -> bool:
         """Whether the next beat should not wait until the coordinator needs a sign of life."""
         beat = self.beat
-        return bool(
-            self._events
-            or beat.receipts
-            or beat.verdicts
-            or beat.finished
-            or beat.snapshots
-            or beat.quiesced
-            or beat.estates
-            or beat.redone
-            or beat.backed_up
-            or beat.broken
-            or beat.HasField("resharded")
-            or beat.handed
-            or beat.refused
-            or beat.sound
-        )
+        return bool(self._events or beat.receipts or beat.finished or beat.reports)
 
     def _take_beats(self) -> list[v1.Beat]:
         """Returns what was gathered, as beats of the size that the coordinator accepts."""

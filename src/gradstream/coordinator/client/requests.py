@@ -117,7 +117,7 @@ class WorkerRequests:
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
         """Reports that the loop begins an epoch of one of its loaders: see `Reassignment.begun`."""
         begun = v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear)
-        self._reporter.beat.begun.append(begun)
+        self._reporter.report(v1.BeatReport(begun=begun), soon=False)
 
     async def ending(self, batches: int, samples: int, next_round: int) -> bool:
         """Says that this worker has no minibatches left, and returns whether the run is over for it.

@@ -64,7 +64,7 @@ class ChunkCopies:
             windows=_windows(state),
             clocks=self._state.clocks.at(chunk),
             vectors=vectors,
-            estates=self._estates.backup(),
+            pushes=self._estates.backup(),
             procedure=state.procedure.message(chunk) if state.procedure.number else None,
         )
         return v1.Backup(chunk=copy), [self._span(name, chunk) for name in vectors]
@@ -139,7 +139,7 @@ class ChunkCopies:
             name = f"worker-{rank}"
             if (name, self.members.get(name)) in state.windows:
                 self._state.clocks.advance(backup.index, rank, clock)
-        self._estates.restore(backup.estates)
+        self._estates.restore(backup.pushes)
         state.procedure = ChunkProcedure.of(backup.procedure)
         return [self._span(name, backup.index).tensor for name in backup.vectors]
 

@@ -43,7 +43,7 @@ class PushEstates:
     """
 
     def __init__(self, state: ShardState, *, counts: bool = False) -> None:
-        self.on_report: Callable[[v1.Estate], None] = lambda estate: None
+        self.on_report: Callable[[v1.SenderPushes], None] = lambda estate: None
         self._state = state
         self._counts = counts
         self._named: set[Sender] = set()  # whose pushes name their minibatches
@@ -75,10 +75,10 @@ class PushEstates:
         while kept.count > MOST_KEPT:
             kept.forget(next(iter(kept.pushes)))
 
-    def backup(self) -> list[v1.Estate]:
+    def backup(self) -> list[v1.SenderPushes]:
         """What the shard keeps of each sender, for `restore`."""
         return [
-            v1.Estate(
+            v1.SenderPushes(
                 sender=name,
                 incarnation=incarnation,
                 pushes=[v1.KeptPush(sequence=number, batches=names) for number, names in kept.pushes.items()],
@@ -86,7 +86,7 @@ class PushEstates:
             for (name, incarnation), kept in self._kept.items()
         ]
 
-    def restore(self, estates: Iterable[v1.Estate]) -> None:
+    def restore(self, estates: Iterable[v1.SenderPushes]) -> None:
         """Adds what an earlier process of the shard has kept."""
         for estate in estates:
             for push in estate.pushes:
@@ -95,7 +95,7 @@ class PushEstates:
     def keep(self, members: Collection[Sender], fenced: Iterable[v1.Fenced]) -> None:
         """Frees what belongs to nobody in the run, and to no lost worker that the coordinator names."""
         self._heirs = {
-            (one.sender, one.incarnation): {errand.sequence: errand.heir for errand in one.errands}
+            (one.sender, one.incarnation): {redo.sequence: redo.substitute for redo in one.redos}
             for one in fenced
         }
         self._reported &= self._heirs.keys()
@@ -113,18 +113,18 @@ class PushEstates:
                 name, incarnation = sender
                 chunks = len(self._state.chunks)
                 self.on_report(
-                    v1.Estate(sender=name, incarnation=incarnation, chunks=chunks, gradients=gradients)
+                    v1.SenderPushes(sender=name, incarnation=incarnation, chunks=chunks, gradients=gradients)
                 )
             self._named.discard(sender)
 
-    def _estate_of(self, sender: Sender) -> v1.Estate:
+    def _estate_of(self, sender: Sender) -> v1.SenderPushes:
         kept, state = self._kept.pop(sender, _Kept()), self._state
         pushes = [
             v1.KeptPush(sequence=sequence, batches=names, applied=state.num_applied(sender, sequence))
             for sequence, names in kept.pushes.items()
         ]
         name, incarnation = sender
-        return v1.Estate(sender=name, incarnation=incarnation, chunks=len(state.chunks), pushes=pushes)
+        return v1.SenderPushes(sender=name, incarnation=incarnation, chunks=len(state.chunks), pushes=pushes)
 
     def check_heir(self, opened: v1.Open, push: v1.Push) -> None:
         """Refuses a push for a lost worker which the coordinator has not asked its sender for, as far as is known here.

@@ -249,7 +249,7 @@ class QuorumProtocol:
         """Tells all shards the first shard's decision, if there is one."""
         if decision is not None:
             self._link.tell(
-                v1.Verdict(round=decision.round, ranks=decision.ranks, distances=decision.distances)
+                v1.Decision(round=decision.round, ranks=decision.ranks, distances=decision.distances)
             )
             self._decide(decision)
 
@@ -291,5 +291,5 @@ class QuorumProtocol:
 
     def follow(self, data: bytes) -> None:
         """See `Speaker`."""
-        said = v1.Verdict.FromString(data)
+        said = v1.Decision.FromString(data)
         self._decide(QuorumDecision(said.round, tuple(said.ranks), tuple(said.distances)))

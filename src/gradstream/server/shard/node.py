@@ -18,6 +18,7 @@ from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, SnapshotMember
 from gradstream.runtime.base import Runtime, Storage, Work, awaited_later
 from gradstream.server.aggregation import rank_of
 from gradstream.server.procedure import swap_accepted
+from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.backup import ShardBackup
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.event_schedule import ShardRecorder
@@ -136,25 +137,13 @@ class ShardMembership(SnapshotMember, Protocol):
         """Adds a record to the run's events."""
         ...
 
-    def estate(self, estate: v1.Estate) -> None:
-        """Reports which pushes of a lost worker this shard's chunks have applied."""
+    def report(self, report: v1.BeatReport, *, soon: bool = True) -> None:
+        """See `Reporter.report`."""
         ...
 
     @property
     def since(self) -> int:
         """Membership epoch in which this process has joined; 0 if it was there when training began."""
-        ...
-
-    def resharded(self, first: int, error: str = "") -> None:
-        """See `Reporter.resharded`."""
-        ...
-
-    def backed_up(self, incarnation: int) -> None:
-        """Reports that this process of another shard has a backup of all chunks."""
-        ...
-
-    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
-        """Reports which workers' pushes make the update of a round."""
         ...
 
 
@@ -195,7 +184,9 @@ class ShardNode:
                 backup = await self._begin(source)
             elif not await self._take_over(placement):
                 return
-            self._service.estates.on_report = self._member.estate
+            self._service.estates.on_report = lambda pushes: self._member.report(
+                v1.BeatReport(orphaned=pushes)
+            )
             self._service.on_event = self._member.emit
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
@@ -274,12 +265,12 @@ class ShardNode:
         members = _incarnations(notice)
         if service.backup is not None:
             service.backup.place.follow(members)
+        outcome = v1.Resharded(first=self._config.first)
         try:
             await service.take_over(Placement.of(notice.placement), members)
         except Exception as error:
-            self._member.resharded(self._config.first, f"{type(error).__name__}: {error}")
-        else:
-            self._member.resharded(self._config.first)
+            outcome.error = f"{type(error).__name__}: {error}"
+        self._member.report(v1.BeatReport(resharded=outcome))
 
     def _follow_resharding(self, notice: v1.Notice) -> None:
         """Holds this shard while others get its chunks. It does not go on where these have taken its place."""
@@ -330,17 +321,22 @@ class ShardNode:
 
     async def _back_up(self, backup: ShardBackup, holder: int) -> None:
         await backup.keep_all()
-        self._member.backed_up(holder)
+        self._member.report(v1.BeatReport(backed_up=holder))
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
         """See `ShardStore.parameters_of`."""
         return self._service.store.parameters_of(chunk)
 
+    def _decided(self, decision: QuorumDecision) -> None:
+        """Reports which workers' pushes make the update of a round."""
+        report = v1.BeatReport(decision=v1.Decision(round=decision.round, ranks=decision.ranks))
+        self._member.report(report, soon=False)
+
     def _agree(self) -> list[asyncio.Task[None]]:
         """Starts to agree with the other shards, where updates need that. Returns the tasks of that."""
         service, runtime = self._service, self._runtime
         if service.quorum is not None and self._config.index == 0:
-            service.on_decision = lambda decision: self._member.verdict(decision.round, decision.ranks)
+            service.on_decision = self._decided
         agreements = {"quorum": service.quorum, "tensor-sums": service.tensor_sums}
         return [
             awaited_later(runtime.spawn(one.run(), name=f"{runtime.node}-{name}"))

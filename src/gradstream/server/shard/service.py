@@ -117,7 +117,7 @@ class HandoverSource:
                 continue
             backup, spans = copy
             if described:
-                backup.chunk.ClearField("estates")  # they are those of the shard, not of the chunk
+                backup.chunk.ClearField("pushes")  # they are those of the shard, not of the chunk
             described = True
             await stream.send(v1.Frame(body=v1.Body(data=backup.SerializeToString())))
             for span in spans:

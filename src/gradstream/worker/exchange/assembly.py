@@ -366,7 +366,8 @@ class Assembly:
             return Refusals(lambda refused: None)  # its worker reports
         if self._config.run.job.non_finite != "skip":
             return Refusals()
-        return Refusals(self._refused, self._context.member.sound)
+        member = self._context.member
+        return Refusals(self._refused, lambda: member.report(v1.BeatReport(sound=True), soon=False))
 
     @property
     def _on_receipt(self) -> Callable[[Sequence[BatchRef]], None]:
@@ -380,15 +381,14 @@ class Assembly:
         )
 
     def _refused(self, one: RefusedGradient) -> None:
-        self._context.member.refused(
-            v1.Refused(
-                batch=receipt_of(one.ref),
-                samples=max(0, one.samples),
-                step=one.step,
-                what=one.what,
-                in_a_row=one.in_a_row,
-            )
+        refused = v1.Refused(
+            batch=receipt_of(one.ref),
+            samples=max(0, one.samples),
+            step=one.step,
+            what=one.what,
+            in_a_row=one.in_a_row,
         )
+        self._context.member.report(v1.BeatReport(refused=refused))
 
     @property
     def _agreement(self) -> Agreement | None:

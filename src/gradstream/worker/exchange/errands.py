@@ -64,15 +64,15 @@ class Errands:
 
     def hear(self, notice: v1.Notice) -> None:
         """Begins the errands that the coordinator asks this process for."""
-        named = dict[Key, v1.Errand]()
+        named = dict[Key, v1.Redo]()
         for lost in notice.fenced:
-            for errand in lost.errands:
-                if errand.heir == self._runtime.node:
-                    named[lost.sender, lost.incarnation, errand.sequence] = errand
-        for key, errand in named.items():
+            for redo in lost.redos:
+                if redo.substitute == self._runtime.node:
+                    named[lost.sender, lost.incarnation, redo.sequence] = redo
+        for key, redo in named.items():
             if key not in self._tasks:
                 name = f"{self._runtime.node}-redoes-{key[0]}-{key[2]}"
-                self._tasks[key] = self._runtime.spawn(self._run(key, errand), name=name)
+                self._tasks[key] = self._runtime.spawn(self._run(key, redo), name=name)
         for key in [key for key, task in self._tasks.items() if task.done() and key not in named]:
             del self._tasks[key]
 
@@ -81,10 +81,10 @@ class Errands:
         for task in self._tasks.values():
             task.cancel()
 
-    async def _run(self, key: Key, errand: v1.Errand) -> None:
+    async def _run(self, key: Key, redo: v1.Redo) -> None:
         sender, incarnation, sequence = key
         behalf = v1.Behalf(sender=sender, incarnation=incarnation)
-        refs = [ref_of(one) for one in errand.batches]
+        refs = [ref_of(one) for one in redo.batches]
         try:
             async with self._turn(refs):
                 with self._memory() as (parameters, gradient, total, sums):
@@ -94,7 +94,8 @@ class Errands:
         except Exception as error:
             await self._context.failed(error)
         else:
-            self._context.member.redone(v1.Redone(sender=sender, incarnation=incarnation, sequence=sequence))
+            done = v1.Redone(sender=sender, incarnation=incarnation, sequence=sequence)
+            self._context.member.report(v1.BeatReport(redone=done))
 
     @contextmanager
     def _memory(self) -> Iterator[tuple[Vector, Vector, Vector, Vector | None]]:

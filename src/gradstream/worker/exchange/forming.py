@@ -130,7 +130,7 @@ class GroupForming:
         for again in (False, True)[: 2 * self.survives]:
             if again and self._num_again < MOST_AGAIN:
                 self._num_again += 1
-                self._member.broken(self._announced.epoch)
+                self._member.report(v1.BeatReport(broken=self._announced.epoch))
             # A coordinator that has just come back waits for a lease by itself.
             if await self._member.told(lambda: self.outdated):
                 return

@@ -273,7 +273,7 @@ class ServerExchange(Exchange):
             parts.schedule,
             source_of,
             allocate,
-            member.hand_over,
+            lambda handed: member.report(v1.BeatReport(handed=handed)),
             context.failed,
             parts.refusals,
         )

@@ -56,7 +56,7 @@ class FollowerGate(BatchGate):
     """The gate of a part: open, since its worker has passed its own."""
 
     def __init__(self, node: str) -> None:
-        super().__init__(node, lambda report: None, lambda number: None)
+        super().__init__(node, lambda report: None)
 
     async def gate(self, flush: Callable[[], Awaitable[None]]) -> Gate:
         """See `BatchGate`."""
