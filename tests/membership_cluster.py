@@ -9,7 +9,6 @@ from typing import Any
 from gradstream._version import __version__
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.durable.keeper import Unkept
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.registry import CoordinatorPlan
@@ -61,7 +60,8 @@ class Cluster:
         membership = Membership(
             CoordinatorPlan(
                 started=started,
-                distribution=BatchDistribution(ledger=ledger, assignment=assignment),
+                ledger=ledger,
+                assignment=assignment,
                 losses=LossTolerance(survives_worker_loss=self.survives),
                 deadlines=DEADLINES,
             )

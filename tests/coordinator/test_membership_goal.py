@@ -12,7 +12,6 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream._version import __version__
-from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.lead import Emit
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.phases import LossTolerance
@@ -248,7 +247,7 @@ def test_the_transitions_of_rounds() -> None:
     membership = Membership(
         CoordinatorPlan(
             started=started,
-            distribution=BatchDistribution(ledger=ledger),
+            ledger=ledger,
             losses=LossTolerance(survives_worker_loss=False),
         )
     )

@@ -6,7 +6,6 @@ import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
 from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.phases import LossTolerance
@@ -34,9 +33,8 @@ def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: i
     )
     ledger = Ledger(PartitionPlan(4 * workers, 2, workers), epochs=epochs)
     assignment = BatchAssignment(ledger, workers, lead_s=10.0)
-    distribution = BatchDistribution(ledger=ledger, assignment=assignment)
     losses = LossTolerance(survives_worker_loss=survives)
-    return Membership(CoordinatorPlan(started=started, distribution=distribution, losses=losses))
+    return Membership(CoordinatorPlan(started=started, ledger=ledger, assignment=assignment, losses=losses))
 
 
 def ask_of(number: int, *, wait: bool = False) -> v1.Ask:
@@ -101,7 +99,7 @@ def test_training_begins_without_a_worker_that_may_come_later() -> None:
     assert not [event for event in events(out) if isinstance(event, LeftEvent)]  # it was not there
     batches: list[v1.Receipt] = []  # all that there is to do
     for number in range(1, 5):
-        answer = membership.lead(AssignmentReplies).assign("worker-0", ask_of(number), 0.0)
+        answer = membership.answer("worker-0", ask_of(number), 0.0)
         assert isinstance(answer, v1.Assigned)
         batches += answer.batches
     assert batches == [*receipts(0), *receipts(1)]
@@ -210,30 +208,28 @@ def test_batches_of_a_lost_worker_are_taken_over() -> None:
     for name in ("worker-1", "worker-0"):
         batches: list[v1.Receipt] = []
         for number in (1, 2):
-            answer = membership.lead(AssignmentReplies).assign(name, ask_of(number), 0.0)
+            answer = membership.answer(name, ask_of(number), 0.0)
             assert isinstance(answer, v1.Assigned)
             batches += answer.batches
         assert batches == receipts(int(name[-1]))
     membership.beat("worker-1", v1.Beat(receipts=receipts(1, [0])), 1.0)
     membership.beat("worker-0", v1.Beat(receipts=receipts(0)), 1.0)
-    assert membership.lead(AssignmentReplies).assign("worker-0", ask_of(3, wait=True), 1.0) is None
+    assert membership.answer("worker-0", ask_of(3, wait=True), 1.0) is None
     out = membership.lost("worker-1", "no sign of life", 0.0)
     left = only(out, LeftEvent)
     assert isinstance(left, LeftEvent)
     assert (left.lost, left.reason, left.epoch) == (True, "no sign of life", 2)
     assert membership.nodes.epoch == 2
-    answer = membership.lead(AssignmentReplies).assign("worker-0", ask_of(3, wait=True), 2.0)
+    answer = membership.answer("worker-0", ask_of(3, wait=True), 2.0)
     assert isinstance(answer, v1.Assigned)
     assert list(answer.batches) == receipts(1, [1])
     assert not answer.complete
-    assert (
-        membership.lead(AssignmentReplies).assign("worker-0", ask_of(3, wait=True), 3.0) == answer
-    )  # asked again
-    assert membership.lead(AssignmentReplies).assign("worker-0", ask_of(4, wait=True), 3.0) is None
+    assert membership.answer("worker-0", ask_of(3, wait=True), 3.0) == answer  # asked again
+    assert membership.answer("worker-0", ask_of(4, wait=True), 3.0) is None
     out = membership.beat("worker-0", v1.Beat(receipts=receipts(1, [1]), finished=True), 2.0)
     assert [event.name for event in events(out)] == ["ledger", "finished"]
     assert events(out)[0].reassigned == 1  # type: ignore[attr-defined]
-    assert isinstance(membership.lead(AssignmentReplies).assign("worker-1", ask_of(9), 3.0), Refuse)
+    assert isinstance(membership.answer("worker-1", ask_of(9), 3.0), Refuse)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator import Member
-from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution, ShareBalance
 from gradstream.coordinator.lead import Emit, Refuse
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.registry import CoordinatorPlan
+from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -50,9 +50,8 @@ def membership(
     made = Membership(
         CoordinatorPlan(
             started=started,
-            distribution=BatchDistribution(
-                ledger=ledger or Ledger(plan, epochs=2), balance=ShareBalance(plan)
-            ),
+            ledger=ledger or Ledger(plan, epochs=2),
+            balance=ShareBalance(plan),
             losses=LossTolerance(survives_worker_loss=True, quorum=1),
         )
     )
@@ -189,20 +188,16 @@ def test_measurements_that_are_none(changes: dict[str, Any]) -> None:
     state = membership()
     request = v1.Took(**{"rounds": 1.0, "samples": 4.0, "seconds": 0.5, "squares": 0.1, **changes})
     with pytest.raises(RefusedError):
-        state.lead(AssignmentReplies).took("worker-0", request)
-    assert (balance := state.lead(AssignmentReplies).balance) is not None
+        state.ask("worker-0", request, 0.0)
+    assert (balance := state.lead(Shares).balance) is not None
     assert balance.sizes == (4, 4)
 
 
 def test_only_workers_are_answered() -> None:
-    answers = membership().lead(AssignmentReplies)
-    for answer in (
-        answers.assign("shard-0", v1.Ask(), 0.0),
-        answers.ending("shard-0", v1.Ending()),
-        answers.shares("shard-0", v1.Took()),
-    ):
-        assert isinstance(answer, Refuse)
-    assert answers.took("shard-0", v1.Took()) == []
+    state = membership()
+    for request in (v1.Ask(), v1.Ending(), v1.Took()):
+        assert state.ask("shard-0", request, 0.0) == []
+        assert isinstance(state.answer("shard-0", request, 0.0), Refuse)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
-from gradstream.coordinator.message_checks import RequestChecks
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.orphaned_pushes import OrphanedPushes
+from gradstream.coordinator.own_loops import OwnLoops
+from gradstream.coordinator.phases import WHOLE, LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
@@ -38,6 +42,7 @@ from gradstream.server.shard.state import ShardState
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart, Takeover
+from gradstream.telemetry.events import StartedEvent
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
 from gradstream.worker.loop import LoopContext
@@ -284,16 +289,27 @@ def test_only_so_many_epochs_without_steps_are_remembered(monkeypatch: pytest.Mo
     ],
 )
 def test_what_cannot_be_is_refused(said: v1.TakeOver) -> None:
-    checks = RequestChecks(lone()[0], 2)
-    checks.take_over("worker-0", v1.TakeOver(epoch=v1.Begun(step=-9), step=-3))
+    (loops, worker), good = own_loops(), v1.TakeOver(epoch=v1.Begun(step=-9), step=-3)
+    assert loops.on_request(worker, good, 0.0) == []
     with pytest.raises(gs.errors.RefusedError, match="worker-0"):
-        checks.take_over("worker-0", said)
+        loops.on_request(worker, said, 0.0)
 
 
 def test_an_epoch_from_an_impossible_step_is_refused() -> None:
-    progress, node = SampleProgress(lone()[0], None, None), v1.Node(name="worker-0", role="worker")
+    loops, worker = own_loops()
     with pytest.raises(gs.errors.RefusedError, match="worker-0"):
-        progress.check(node, "begun", v1.Begun(step=1 << 60))
+        loops.check(worker, "begun", v1.Begun(step=1 << 60))
+
+
+def own_loops() -> tuple[OwnLoops, v1.Node]:
+    ledger, nodes = lone()[0], Nodes(2, 0)
+    progress, started = SampleProgress(ledger, None, None), StartedEvent(
+        job="j", workers=2, servers=0, strategy="allreduce", optimizer="sgd", num_parameters=0, num_samples=None,
+        total_steps=0,
+    )  # fmt: skip
+    snapshots = SnapshotRounds(progress, nodes, None, OrphanedPushes(progress, nodes, redoes=False))
+    phases = Phases(started, nodes, progress, snapshots, LossTolerance(survives_worker_loss=True), WHOLE)
+    return OwnLoops(ledger, 2, phases), v1.Node(name="worker-0", role="worker")
 
 
 def test_a_worker_that_was_done_leaves_nothing() -> None:

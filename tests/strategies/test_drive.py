@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.assignment_replies import AssignmentReplies
+from gradstream.coordinator.assignment import AssignmentReplies
 from gradstream.data import BatchRef, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
@@ -144,15 +144,15 @@ def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
 
 def test_minibatches_of_an_earlier_interval_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: answers claim to be of the interval in which they are used."""
-    inner = AssignmentReplies.assign
+    inner = AssignmentReplies.answer
 
-    def of_any_turn(self: AssignmentReplies, who: str, request: v1.Ask, at_s: float) -> Any:
-        answer = inner(self, who, request, at_s)
+    def of_any_turn(self: AssignmentReplies, node: v1.Node, request: v1.Ask, at_s: float) -> Any:
+        answer = inner(self, node, request, at_s)
         if isinstance(answer, v1.Assigned):
             answer.interval = 1 << 40
         return answer
 
-    monkeypatch.setattr(AssignmentReplies, "assign", of_any_turn)
+    monkeypatch.setattr(AssignmentReplies, "answer", of_any_turn)
     monkeypatch.setattr(BatchQueue, "put_back", lambda self, ref, interval: self._refs.appendleft(ref))
     with pytest.raises(AssertionError, match="was applied"):
         check_restless(*range(12))

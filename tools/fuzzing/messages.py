@@ -19,7 +19,6 @@ from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution, ShareBalance
 from gradstream.coordinator.checkpoint_writer import lies_in
 from gradstream.coordinator.lead import Emit, Refuse
 from gradstream.coordinator.membership import Membership
@@ -27,6 +26,7 @@ from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.presence_service import EventGate
 from gradstream.coordinator.progress import receipt_of
 from gradstream.coordinator.registry import CoordinatorPlan
+from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import QueuePlan
 from gradstream.data.ledger import Ledger
@@ -110,7 +110,8 @@ def _membership(*, joined: bool = True) -> Membership:
     membership = Membership(
         CoordinatorPlan(
             started=_started(in_rounds=True),
-            distribution=BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
+            ledger=Ledger(plan, epochs=2),
+            balance=ShareBalance(plan),
             losses=LossTolerance(survives_worker_loss=True, quorum=1),
         )
     )
@@ -125,7 +126,8 @@ def _asynchronous() -> Membership:
         Membership(
             CoordinatorPlan(
                 started=_started(),
-                distribution=BatchDistribution(ledger=ledger, assignment=assignment),
+                ledger=ledger,
+                assignment=assignment,
                 losses=LossTolerance(survives_worker_loss=True),
             )
         )
@@ -133,7 +135,7 @@ def _asynchronous() -> Membership:
 
 
 def _state(membership: Membership) -> object:
-    ledger, balance = membership.progress.ledger, membership.lead(AssignmentReplies).balance
+    ledger, balance = membership.progress.ledger, membership.lead(Shares).balance
     return (
         membership.notice.SerializeToString(deterministic=True),
         ledger.num_receipts,
@@ -183,20 +185,11 @@ def _asks(data: bytes) -> None:
     """An ask for minibatches, an end, or shares, by the second byte."""
     kind = data[1] & 3 if len(data) > 1 else 0
     membership, who, body = _membership() if kind else _asynchronous(), _who(data), data[2:]
-    answers, before = membership.lead(AssignmentReplies), _state(membership)
-    answer: object
+    before, kinds = _state(membership), (v1.Ask, v1.Ending, v1.Took, v1.Took)
     try:
-        match kind:
-            case 0:
-                ask = v1.Ask.FromString(body)
-                _emitted(answers.measured(who, ask))
-                answer = answers.assign(who, ask, 1.0)
-            case 1:
-                answer = answers.ending(who, v1.Ending.FromString(body))
-            case _:
-                took = v1.Took.FromString(body)
-                _emitted(answers.took(who, took))
-                answer = answers.shares(who, took)
+        request = kinds[kind].FromString(body)
+        _emitted(membership.ask(who, request, 1.0))
+        answer = membership.answer(who, request, 1.0)
     except GradstreamError:
         assert _state(membership) == before
         raise

@@ -38,17 +38,26 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gradstream.coordinator.lead import Emit, Instruction, Lead, Refuse, impossible
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.phases import Phases
+from gradstream.coordinator.progress import MAX_COUNT, receipt_of
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import QueuePlan
 from gradstream.data.hands import Copy, Unassigned
 from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
+from gradstream.wire import v1
 
 Floats = npt.NDArray[np.float64]
 
@@ -273,3 +282,129 @@ class BatchAssignment:
         known = {worker: self._speeds[worker].per_s for worker in present}
         typical = statistics.median([speed for speed in known.values() if speed] or [1.0])
         return {worker: speed or typical for worker, speed in known.items()}
+
+
+# ---- requests ----------------------------------------------------------------------------
+
+MOST_PER_S = 1e12
+"""Samples per second: no worker is faster."""
+
+
+def check_measured(who: str, request: v1.Took | v1.Ask) -> None:
+    """Raises RefusedError for an impossible speed in a request."""
+    measured = (request.rounds, request.samples, request.seconds, request.squares)
+    if not all(math.isfinite(value) and 0 <= value <= MAX_COUNT for value in measured):
+        raise impossible(who, f"a measurement of {measured}; expected finite numbers from 0 on")
+    if 0 < request.samples < 1 or request.samples > MOST_PER_S * request.seconds:
+        text = f"{request.samples:g} samples in {request.seconds:g} s; expected none, or 1 to {MOST_PER_S:g} a second"
+        raise impossible(who, text)
+
+
+def speed_of(request: v1.Ask | v1.Took) -> WorkerSpeed:
+    """The speed that a worker has measured since its last request."""
+    return WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
+
+
+class AssignmentReplies(Lead):
+    """Answers workers that ask for minibatches.
+
+    Args:
+        assignment: hands them out; None where workers go through rounds, or bring data of their own.
+        ledger: the minibatches of the run.
+        participation: which workers take part; None if all do.
+        nodes: the members.
+        phases: no answer waits in a run that is over.
+        snapshots: a run that ends early hands out nothing more.
+    """
+
+    KEPT = ("_asked", "_answered")
+    """See `durable.state`."""
+
+    CACHES = ("_present",)
+    """What follows from other attributes, and is made anew where it is missing."""
+
+    REQUESTS: ClassVar = {"assign": v1.Ask}
+
+    def __init__(
+        self,
+        assignment: BatchAssignment | None,
+        ledger: Ledger | OpenLedger,
+        participation: ParticipationSchedule | None,
+        nodes: Nodes,
+        phases: Phases,
+        snapshots: SnapshotRounds,
+    ) -> None:
+        self._assignment = assignment
+        self._ledger = ledger
+        self._participation = participation
+        self._nodes = nodes
+        self._phases = phases
+        self._snapshots = snapshots
+        self._asked: dict[str, int] = {}  # by worker, the number of its newest request
+        self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of its newest answered one, and the answer
+        # see `_active`
+        self._present: tuple[list[v1.Node], frozenset[str], list[int]] = ([], frozenset(), [])
+
+    def durable(self) -> dict[str, object]:
+        """See `Lead`."""
+        return {"replies": self, **({} if self._assignment is None else {"assignment": self._assignment})}
+
+    def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
+        """Forgets the requests and the speed of the process whose place a worker takes."""
+        if node.role == "worker":
+            self._asked.pop(node.name, None)
+            self._answered.pop(node.name, None)
+            if self._assignment is not None:
+                self._assignment.joined(node.rank)
+        return []
+
+    def on_request(self, node: v1.Node, request: v1.Ask, at_s: float) -> list[Instruction]:
+        """Takes the speed that a worker has measured since it asked for minibatches last."""
+        if self._assignment is None:
+            return []
+        check_measured(node.name, request)
+        if request.number <= self._asked.get(node.name, 0):
+            return []
+        self._asked[node.name] = request.number
+        changed = self._assignment.took(node.rank, speed_of(request), self._active)
+        return [] if changed is None else [Emit(changed)]
+
+    def answer(self, node: v1.Node, request: v1.Ask, at_s: float) -> v1.Assigned | Refuse | None:
+        """Returns minibatches for a worker."""
+        who = node.name
+        if self._assignment is None:
+            return Refuse(v1.BAD_REQUEST, f"{who} asks for minibatches in a run that goes through rounds")
+        number, before = self._answered.get(who, (0, v1.Assigned()))
+        if request.number <= number:
+            return before
+        answer = self._assigned(self._assignment, node, request, at_s)
+        if answer is not None:
+            self._answered[who] = request.number, answer
+        return answer
+
+    def _assigned(
+        self, assignment: BatchAssignment, node: v1.Node, request: v1.Ask, at_s: float
+    ) -> v1.Assigned | None:
+        if self._snapshots.ending:
+            return v1.Assigned(complete=True)
+        interval = v1.Interval()
+        if self._participation is not None:
+            interval = self._participation.interval_of(node.name)
+        active = self._active
+        refs = () if interval.paused else assignment.block(node.rank, active, request.in_hand, at_s)
+        complete = not refs and (self._ledger.finished or self._phases.over)
+        if request.wait and not refs and not complete:
+            return None
+        receipts = [receipt_of(ref) for ref in refs]
+        return v1.Assigned(batches=receipts, complete=complete, interval=interval.number)
+
+    @property
+    def _active(self) -> list[int]:
+        """Ranks of the workers that are in and not paused: the same list as long as they are the same."""
+        workers, paused = self._nodes.workers, frozenset[str]()
+        if self._participation is not None:
+            paused = frozenset(self._participation.paused)
+        if self._present[0] is not workers or self._present[1] != paused:
+            ranks = [node.rank for node in workers if node.name not in paused]
+            self._present = workers, paused, ranks
+        return self._present[2]

@@ -23,9 +23,9 @@ from gradstream.checkpoint.manifest import JobPhase, Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.own_tensors import Kind, ask_own, file_of_own
 from gradstream.checkpoint.policy import Policy
-from gradstream.coordinator.assignment_replies import AssignmentReplies
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.lead import Instruction
+from gradstream.coordinator.shares import Shares
 from gradstream.coordinator.snapshot import Commit, Discard, Prepare, Snapshot
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.open_ledger import OpenLedger
@@ -236,7 +236,7 @@ class CheckpointWriter:
             before = {} if self._resume is None else self._resume.steps  # also of workers that are no more
             steps = {**before, **{who: begin[who] + count for who, count in snapshot.stop_at.items()}}
             samples = {}
-        balance = self._membership.lead(AssignmentReplies).balance
+        balance = self._membership.lead(Shares).balance
         manifest = replace(
             options.template,
             step=snapshot.step,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from gradstream.coordinator.assignment_replies import AssignmentReplies
+from google.protobuf.message import Message
+
 from gradstream.coordinator.checkpoint_writer import CheckpointHandler, CheckpointOptions, CheckpointWriter
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.durable.keeper import Keeper
@@ -41,7 +43,7 @@ from gradstream.wire import v1
 
 
 class RequestService:
-    """Serves "assign", "ending", "take_over" and "shares".
+    """Serves the requests that leads answer.
 
     Args:
         context: see `CoordinatorContext`.
@@ -49,43 +51,26 @@ class RequestService:
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
-        self._replies = context.membership.lead(AssignmentReplies)
         self._waiting: dict[Wakeup, None] = {}  # one for each request whose answer has to wait
-        context.endpoint.serve("assign", self._serve_assign, model=False)
-        context.endpoint.serve("ending", self._serve_ending, model=False)
-        context.endpoint.serve("take_over", self._serve_take_over, model=False)
-        context.endpoint.serve("shares", self._serve_shares, model=False)
+        for lead in context.membership.leads:
+            for method, kind in lead.REQUESTS.items():
+                serve = partial(self._serve, kind, others_wait=lead.OTHERS_WAIT)
+                context.endpoint.serve(method, serve, model=False)
 
     def wake(self) -> None:
         """Looks again at all requests whose answer has to wait."""
         for wakeup in self._waiting:
             wakeup.ring()
 
-    async def _serve_assign(self, stream: Stream) -> None:
-        request, who = v1.Ask.FromString(stream.opened.body), stream.opened.sender
-        self._context.carry_out(self._replies.measured(who, request))
-        await self._answer(stream, lambda: self._replies.assign(who, request, self._context.age_s()))
+    async def _serve(self, kind: type[Message], stream: Stream, *, others_wait: bool) -> None:
+        context, who = self._context, stream.opened.sender
+        request = kind.FromString(stream.opened.body)
+        context.carry_out(context.membership.ask(who, request, context.age_s()))
+        if others_wait:
+            self.wake()
+        await self._answer(stream, lambda: context.membership.answer(who, request, context.age_s()))
 
-    async def _serve_ending(self, stream: Stream) -> None:
-        request, who = v1.Ending.FromString(stream.opened.body), stream.opened.sender
-        self.wake()  # others may wait for this request
-        await self._answer(stream, lambda: self._replies.ending(who, request))
-
-    async def _serve_take_over(self, stream: Stream) -> None:
-        request, who = v1.TakeOver.FromString(stream.opened.body), stream.opened.sender
-        await self._answer(stream, lambda: self._replies.take_over(who, request))
-
-    async def _serve_shares(self, stream: Stream) -> None:
-        request, who = v1.Took.FromString(stream.opened.body), stream.opened.sender
-        self._context.carry_out(self._replies.took(who, request))
-        self.wake()  # others may wait for this request
-        await self._answer(stream, lambda: self._replies.shares(who, request))
-
-    async def _answer(
-        self,
-        stream: Stream,
-        decide: Callable[[], v1.Assigned | v1.Ended | v1.Shares | v1.TakenOver | Refuse | None],
-    ) -> None:
+    async def _answer(self, stream: Stream, decide: Callable[[], Message | Refuse | None]) -> None:
         """Answers once there is a decision; until then tells the worker which others it waits for."""
         who, wakeup, context = stream.opened.sender, Wakeup(), self._context
         self._waiting[wakeup] = None

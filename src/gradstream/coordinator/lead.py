@@ -5,6 +5,7 @@ that order, and knows no feature by name:
 
     a node joins, is lost, is missing     on_join, on_lost, on_absent
     a member reports something            check, on_report, on_beat
+    a worker asks for something           on_request, answer
     a member's event                      on_event
     time passes, the model has more       proceed, on_progress, timers
     members are told                      notice
@@ -18,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from google.protobuf.message import Message
 
 from gradstream.errors import RefusedError
 from gradstream.telemetry.events import Event
@@ -85,6 +88,12 @@ class Lead:
     REPORTS: ClassVar[Mapping[str, str]] = {}
     """The kinds of reports that it takes, each with who may send it."""
 
+    REQUESTS: ClassVar[Mapping[str, type[Message]]] = {}
+    """The methods that it serves for workers, each with the type of its requests."""
+
+    OTHERS_WAIT: ClassVar[bool] = False
+    """Whether the answers to others may wait for a request."""
+
     def check(self, node: v1.Node, kind: str, report: Any) -> None:
         """Raises RefusedError for an impossible report, before anything of the beat is believed."""
 
@@ -95,6 +104,14 @@ class Lead:
     def on_beat(self, node: v1.Node, beat: v1.Beat, at_s: float) -> Sequence[Instruction]:
         """Takes what is in a beat besides the reports, after those that are of this lead."""
         return ()
+
+    def on_request(self, node: v1.Node, request: Any, at_s: float) -> Sequence[Instruction]:
+        """Takes what a worker says with a request. Raises RefusedError for an impossible one."""
+        return ()
+
+    def answer(self, node: v1.Node, request: Any, at_s: float) -> Message | Refuse | None:
+        """Answers the request; None if that has to wait: it is called again when something has happened."""
+        raise NotImplementedError
 
     def on_event(self, event: Mapping[str, Any], at_s: float) -> Sequence[Instruction]:
         """Takes an event of a member, as it is in `events.jsonl`, before the beat that it came with."""

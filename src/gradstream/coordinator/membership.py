@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
 from gradstream.coordinator.admission import Admission, Gathering
 from gradstream.coordinator.lead import (
     ANY,
@@ -74,6 +76,7 @@ class Membership:
         self.progress = self.lead(SampleProgress)
         self.phases = self.lead(Phases)
         self._of_kind = {kind: (lead, who) for lead in self.leads for kind, who in lead.REPORTS.items()}
+        self._of_request = {kind: lead for lead in self.leads for kind in lead.REQUESTS.values()}
         self._gathering = Gathering(
             plan.started,
             self.nodes,
@@ -285,6 +288,34 @@ class Membership:
                         return out
             out += lead.on_beat(node, beat, at_s)
         return out
+
+    # ---- requests of workers --------------------------------------------------------------
+
+    def ask(self, who: str, request: Message, at_s: float) -> list[Instruction]:
+        """Takes what a worker says with a request, once. Raises RefusedError for an impossible one."""
+        node = self._worker(who)
+        return (
+            []
+            if isinstance(node, Refuse)
+            else list(self._of_request[type(request)].on_request(node, request, at_s))
+        )
+
+    def answer(self, who: str, request: Message, at_s: float) -> Message | Refuse | None:
+        """Answers a request; None if that has to wait until something has happened."""
+        node = self._worker(who)
+        return (
+            node if isinstance(node, Refuse) else self._of_request[type(request)].answer(node, request, at_s)
+        )
+
+    def _worker(self, who: str) -> v1.Node | Refuse:
+        node = self.nodes.get(who)
+        if node is None:
+            return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self.nodes.epoch}")
+        if node.role != "worker":
+            return Refuse(v1.BAD_REQUEST, f"{who} is no worker, and has no minibatches")
+        return node
+
+    # ---- events ---------------------------------------------------------------------------
 
     def event(self, event: Mapping[str, Any], at_s: float) -> list[Instruction]:
         """Takes an event of a member, as it is in `events.jsonl`, before the beat that it came with."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from gradstream.checkpoint.manifest import Resume
-from gradstream.coordinator.lead import SHARDS, WORKERS, Emit, Instruction, Lead, impossible
+from gradstream.coordinator.lead import SHARDS, Emit, Instruction, Lead, impossible
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import LostSamples, OpenLedger
-from gradstream.data.reassignment import Epoch
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
 from gradstream.wire import v1
 
@@ -55,8 +54,6 @@ class SampleProgress(Lead):
 
     CACHES = ("num_news",)
 
-    REPORTS: ClassVar = {"begun": WORKERS}
-
     def __init__(
         self,
         ledger: Ledger | OpenLedger,
@@ -82,17 +79,6 @@ class SampleProgress(Lead):
     def begin(self, at_s: float) -> None:
         """Begins the training time."""
         self._began_s = at_s
-
-    def check(self, node: v1.Node, kind: str, report: v1.Begun) -> None:
-        """See `Lead`."""
-        check_begun(node.name, report)
-
-    def on_report(self, node: v1.Node, kind: str, report: v1.Begun, at_s: float) -> list[Instruction]:
-        """Records an epoch that the loop of a worker begins."""
-        if isinstance(self.ledger, OpenLedger):
-            epoch = Epoch(report.loader, report.epoch)
-            self.ledger.reassignment.begun(node.rank, epoch, report.step, unclear=report.unclear)
-        return []
 
     def on_beat(self, node: v1.Node, beat: v1.Beat, at_s: float) -> list[Instruction]:
         """Records minibatches that a worker reports to be in the model."""
@@ -272,12 +258,6 @@ def _loss(loss: LostSamples) -> LeftOverEvent:
     if loss.twice:
         text += f". {loss.twice:,} minibatch{'es' * (loss.twice > 1)} of it may count twice: others had taken them over"
     return LeftOverEvent(who=who, steps=loss.steps, missing=loss.missing, message=text)
-
-
-def check_begun(who: str, begun: v1.Begun) -> None:
-    """Raises RefusedError for an impossible begin of an epoch."""
-    if abs(begun.step) > MAX_COUNT:
-        raise impossible(who, f"an epoch from step {begun.step}; expected at most 2^53")
 
 
 # ---- decisions of a quorum ---------------------------------------------------------------

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
-from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
+from gradstream.coordinator.assignment import AssignmentReplies, BatchAssignment
 from gradstream.coordinator.early_ends import EarlyEnds, EndCriteria
 from gradstream.coordinator.lead import Lead
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.orphaned_pushes import OrphanedPushes
+from gradstream.coordinator.own_loops import OwnLoops
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import WHOLE, JobStretch, LossTolerance, Phases
 from gradstream.coordinator.progress import QuorumDecisions, SampleProgress
 from gradstream.coordinator.refused_gradients import RefusedGradients
 from gradstream.coordinator.resharding import Resharding
+from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import SkippedParts, StandIns
 from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import StartedEvent
 
@@ -36,8 +39,12 @@ class CoordinatorPlan:
     Args:
         started: the run as planned; `workers` and `servers` say which nodes are expected. The registered
             model fills in `num_parameters` and `chunk_elems`.
-        distribution: how the minibatches reach the workers.
+        ledger: records which minibatches are in the model.
         losses: which lost nodes the run survives.
+        balance: decides the shares of a round by measured speed; None leaves them as planned.
+        assignment: hands out minibatches to workers that ask; None if workers go through rounds, or bring
+            data of their own.
+        drives: whether the strategy decides which workers take part.
         policy: when checkpoints are made; None makes none, not even when the run is stopped.
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
         resume: the checkpoint from which a resumed run continues; None for a new run.
@@ -47,8 +54,11 @@ class CoordinatorPlan:
     """
 
     started: StartedEvent
-    distribution: BatchDistribution
+    ledger: Ledger | OpenLedger
     losses: LossTolerance
+    balance: ShareBalance | None = None
+    assignment: BatchAssignment | None = None
+    drives: bool = False
     policy: Policy | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     resume: Resume | None = None
@@ -59,7 +69,7 @@ class CoordinatorPlan:
 
 def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
     """Makes the leads of a run."""
-    started, losses, ledger = plan.started, plan.losses, plan.distribution.ledger
+    started, losses, ledger = plan.started, plan.losses, plan.ledger
     planned = isinstance(ledger, Ledger)
     alike = losses.regroups and losses.stands_in
     nodes = Nodes(started.workers, started.servers, plan.parts, plan.stretch.before, alike=alike)
@@ -75,7 +85,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         by_decisions=losses.quorum is not None,
     )
     phases = Phases(started, nodes, progress, snapshots, losses, plan.stretch)
-    participation = ParticipationSchedule(progress, started.workers) if plan.distribution.drives else None
+    participation = ParticipationSchedule(progress, started.workers) if plan.drives else None
     leads: list[Lead | None] = [
         # New shards first: where every snapshot is due at once, the shards would never change.
         Resharding(
@@ -96,6 +106,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
             phases.abort,
             whole_rounds=started.in_rounds and not started.servers and not losses.skips_lost,
         ),
+        OwnLoops(ledger, started.workers, phases),
         progress,
         orphans,
         StandIns(nodes, progress, hands_over=not losses.regroups) if losses.stands_in else None,
@@ -106,7 +117,8 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         admission,
         # After all that puts minibatches into the model.
         snapshots,
-        AssignmentReplies(plan.distribution, participation, nodes, phases, snapshots),
+        AssignmentReplies(plan.assignment, ledger, participation, nodes, phases, snapshots),
+        Shares(plan.balance, ledger, nodes),
         EarlyEnds(plan.ends, phases, progress, admission, snapshots),
     ]
     return [lead for lead in leads if lead is not None]

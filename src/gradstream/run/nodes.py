@@ -20,7 +20,6 @@ from gradstream.checkpoint.snapshot import Carried
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Buckets, slice_of
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import BatchDistribution, ShareBalance
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
@@ -31,6 +30,7 @@ from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.phases import JobStretch, PhasePlace
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.relay import RunClock
+from gradstream.coordinator.shares import ShareBalance
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -146,10 +146,11 @@ def _membership(
     return Membership(
         CoordinatorPlan(
             started=started,
-            distribution=BatchDistribution(
-                ledger=ledger, balance=balance, assignment=assignment, drives=drives
-            ),
+            ledger=ledger,
             losses=losses_of(plan, spread=spread),
+            balance=balance,
+            assignment=assignment,
+            drives=drives,
             policy=plan.policy,
             deadlines=deadlines,
             resume=plan.resume,

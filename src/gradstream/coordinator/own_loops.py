@@ -1,0 +1,109 @@
+"""`OwnLoops`: what workers with a training loop of the user's own tell and ask. Pure.
+
+Their minibatches are not planned: a worker tells which epochs its loaders begin, asks for minibatches that lost workers
+have left, and says when it has none left.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from gradstream.coordinator.lead import WORKERS, Instruction, Lead, Refuse, impossible
+from gradstream.coordinator.phases import Phases
+from gradstream.coordinator.progress import MAX_COUNT
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.reassignment import Epoch
+from gradstream.wire import v1
+
+MOST_EPOCHS_BACK = 1 << 10
+"""For so many epochs a worker still knows all minibatches."""
+
+
+class OwnLoops(Lead):
+    """Hears and answers workers with loops of the user's own.
+
+    Args:
+        ledger: the minibatches of the run.
+        num_workers: number of workers.
+        phases: no answer waits in a run that is over.
+    """
+
+    REPORTS: ClassVar = {"begun": WORKERS}
+
+    OTHERS_WAIT = True
+
+    REQUESTS: ClassVar = {"ending": v1.Ending, "take_over": v1.TakeOver}
+
+    def __init__(self, ledger: Ledger | OpenLedger, num_workers: int, phases: Phases) -> None:
+        self._ledger = ledger
+        self._num_workers = num_workers
+        self._phases = phases
+
+    def check(self, node: v1.Node, kind: str, report: v1.Begun) -> None:
+        """See `Lead`."""
+        if abs(report.step) > MAX_COUNT:
+            raise impossible(node.name, f"an epoch from step {report.step}; expected at most 2^53")
+
+    def on_report(self, node: v1.Node, kind: str, report: v1.Begun, at_s: float) -> list[Instruction]:
+        """Records an epoch that the loop of a worker begins."""
+        if isinstance(self._ledger, OpenLedger):
+            epoch = Epoch(report.loader, report.epoch)
+            self._ledger.reassignment.begun(node.rank, epoch, report.step, unclear=report.unclear)
+        return []
+
+    def on_request(self, node: v1.Node, request: v1.Ending | v1.TakeOver, at_s: float) -> list[Instruction]:
+        """Checks a request."""
+        if isinstance(request, v1.TakeOver):
+            self.check(node, "begun", request.epoch)
+            self._check_take_over(node.name, request)
+        elif max(request.batches, request.samples, request.round) > MAX_COUNT:
+            raise impossible(
+                node.name,
+                f"an end in round {request.round}, after {request.batches} minibatches of {request.samples} samples; "
+                "expected at most 2^53",
+            )
+        return []
+
+    def _check_take_over(self, who: str, request: v1.TakeOver) -> None:
+        """Checks how an epoch is divided among the workers, and how far this one has come."""
+        parts = list(request.parts)
+        if (parts or request.per_step) and (len(parts) != self._num_workers or max(parts) > MAX_COUNT):
+            raise impossible(
+                who, f"parts of {parts[:8]} minibatches; expected {self._num_workers}, one a worker"
+            )
+        if not request.epoch.step <= request.step <= MAX_COUNT:
+            raise impossible(
+                who,
+                f"an epoch from step {request.epoch.step} to {request.step}; expected an end from there on, up to 2^53",
+            )
+        if request.oldest > request.epoch.epoch or request.epoch.epoch - request.oldest > MOST_EPOCHS_BACK:
+            raise impossible(
+                who,
+                f"knowledge of epochs {request.oldest} to {request.epoch.epoch}; expected at most "
+                f"{MOST_EPOCHS_BACK} epochs back",
+            )
+
+    def answer(
+        self, node: v1.Node, request: v1.Ending | v1.TakeOver, at_s: float
+    ) -> v1.Ended | v1.TakenOver | Refuse | None:
+        """Tells a worker without minibatches whether the run is over for it, or gives it some of lost workers."""
+        if not isinstance(self._ledger, OpenLedger):
+            return Refuse(
+                v1.BAD_REQUEST, f"{node.name} has run out of data in a run whose minibatches are planned"
+            )
+        if isinstance(request, v1.Ending):
+            over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
+            return None if over is None and not self._phases.over else v1.Ended(over=bool(over))
+        block = self._ledger.reassignment.take(
+            node.rank,
+            Epoch(request.epoch.loader, request.epoch.epoch),
+            request.epoch.step,
+            request.step,
+            request.parts,
+            request.per_step,
+            request.oldest,
+        )
+        if block is None:
+            return v1.TakenOver()
+        return v1.TakenOver(epoch=block.epoch.number, rank=block.rank, first=block.first, count=block.size)
