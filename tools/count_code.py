@@ -24,7 +24,7 @@ FEATURES = {
     "phases": r"phase",
     "quorum": r"quorum",
     "stand-ins": r"stand_in|StandIn",
-    "orphaned pushes": r"estate",
+    "orphaned pushes": r"orphan|estate",
     "resharding": r"reshard",
 }
 """Features of several layers, by a word that the files have which know of them."""

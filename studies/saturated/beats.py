@@ -13,15 +13,15 @@ from pathlib import Path
 from torch import nn
 
 import gradstream as gs
-from gradstream.coordinator.client.presence import Lifeline
+from gradstream.coordinator.client.presence import Heartbeat
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.wire import v1
 
-_watch = Lifeline.run
+_watch = Heartbeat.run
 
 
-async def run(self: Lifeline) -> None:
-    """`Lifeline.run`, beside the calls."""
+async def run(self: Heartbeat) -> None:
+    """`Heartbeat.run`, beside the calls."""
     runtime = self._runtime
     calling = runtime.spawn(call(self), name=f"{runtime.node}: timed beats")
     try:
@@ -30,19 +30,19 @@ async def run(self: Lifeline) -> None:
         calling.cancel()
 
 
-async def call(lifeline: Lifeline) -> None:
-    runtime, beat_s = lifeline._runtime, lifeline._deadlines.beat_s
+async def call(heartbeat: Heartbeat) -> None:
+    runtime, beat_s = heartbeat._runtime, heartbeat._deadlines.beat_s
     with (Path(os.environ["BEATS"]) / f"{runtime.node}.jsonl").open("a") as out:
         while True:
             begun = runtime.now()
-            await lifeline._endpoint.call(COORDINATOR, "alive", v1.Body(), v1.Body, silence_s=120.0)
+            await heartbeat._endpoint.call(COORDINATOR, "alive", v1.Body(), v1.Body, silence_s=120.0)
             took_s = (runtime.now() - begun) / 1e9
             out.write(json.dumps([begun / 1e9, took_s]) + "\n")
             out.flush()
             await runtime.sleep(max(0.0, beat_s - took_s))
 
 
-Lifeline.run = run  # type: ignore[method-assign]
+Heartbeat.run = run  # type: ignore[method-assign]
 
 
 def network() -> nn.Module:

@@ -67,7 +67,7 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they 
     "ledger": {
         "gradstream.data.ledger:Ledger.receipt": NEEDED,
         "gradstream.data.hands:Hands.hand_out": NEEDED,
-        "gradstream.server.shard.estates:PushEstates.note": None,
+        "gradstream.server.shard.kept_pushes:KeptPushes.note": None,
     },
     "fencing": {
         "gradstream.server.shard.inspection:Inspection.check_member": None,

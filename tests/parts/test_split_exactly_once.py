@@ -1,7 +1,7 @@
 """Processes of split replicas die at any instant, and every chunk of every part has every sample exactly once.
 
 A scenario is a seed: replicas, parts, shards, strategy, checkpoints, deaths. A replica may come back, and a process of
-the heir may die while its replica redoes a push. Faults that are planted must show in the counts.
+the substitute may die while its replica redoes a push. Faults that are planted must show in the counts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Scenario:
     micro_batches: int
     slow: int | None  # the part whose pushes take longer than those of the others
     deaths: tuple[tuple[float, int, int, bool], ...]  # seconds, rank, part, whether it comes back
-    follows: bool  # a process of the heir dies, too
+    follows: bool  # a process of the substitute dies, too
     checkpoints: int | None
     pipeline: Any = "1f1b"
 
@@ -298,7 +298,7 @@ def only_parts_redo(patch: pytest.MonkeyPatch) -> None:
 
 
 def on_the_stream(patch: pytest.MonkeyPatch) -> None:
-    """The minibatch that is redone is the one that the heir's stream computes just then."""
+    """The minibatch that is redone is the one that the substitute's stream computes just then."""
     compute = RedoneGradients._compute
 
     async def of_another(self: RedoneGradients, parameters: Any, gradient: Any) -> Any:

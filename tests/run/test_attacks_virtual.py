@@ -149,7 +149,7 @@ REFUSED = ("NOT_MEMBER", "FORBIDDEN", "UNKNOWN_METHOD")
 @pytest.mark.parametrize(
     ("strategy", "back"),
     [(gs.Downpour(), True), (gs.Synchronous(), False), (gs.AllReduce(algorithm="ring"), True)],
-    ids=["errands and newcomers", "stand-ins", "groups"],
+    ids=["redone pushes and newcomers", "stand-ins", "groups"],
 )
 def test_nobody_is_served_who_may_not_call(
     monkeypatch: pytest.MonkeyPatch, strategy: gs.Strategy, back: bool

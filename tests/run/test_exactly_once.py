@@ -1,7 +1,7 @@
 """Workers die at any instant, and every chunk has every sample exactly once all the same.
 
-A scenario is a seed: workers, shards, chunks, strategy, network, checkpoints, deaths; the second death may hit the heir
-while it redoes a push. Faults that are planted must show in the counts.
+A scenario is a seed: workers, shards, chunks, strategy, network, checkpoints, deaths; the second death may hit the
+substitute while it redoes a push. Faults that are planted must show in the counts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Scenario:
     workers: int
     servers: int
     kills: tuple[tuple[str, float], ...]
-    follows: bool  # the heir dies while it redoes a push
+    follows: bool  # the substitute dies while it redoes a push
     checkpoints: int | None
     stop_s: float | None
     bad: bool  # the network loses, delays and doubles frames
@@ -148,7 +148,7 @@ def once(scenario: Scenario) -> Outcome:
 
 
 FOUND = {
-    113: "a late copy of the heir's stream brought its chunks when the errand was done, and the windows were freed",
+    113: "a late copy of the substitute's stream brought its chunks when the redo was done, and the windows were freed",
     489: "the same, under ssp",
 }
 """Seeds that have shown a fault, and which."""

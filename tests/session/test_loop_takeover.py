@@ -36,8 +36,8 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.job.files import load_job
 from gradstream.server.aggregation import EveryPush, PushHeader
-from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.instructions import Parked
+from gradstream.server.shard.kept_pushes import KeptPushes
 from gradstream.server.shard.state import ShardState
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
@@ -203,8 +203,8 @@ def test_shards_count_the_gradients_of_who_has_left() -> None:
     """Those that every chunk has, once nothing of the sender is on its way; initial parameters are no gradient."""
     state = ShardState([0, 1], EveryPush())
     reports: list[v1.SenderPushes] = []
-    estates = PushEstates(state, counts=True)
-    estates.on_report = reports.append
+    kept = KeptPushes(state, counts=True)
+    kept.on_report = reports.append
 
     def push(chunk: int, sequence: int, *, assign: bool = False) -> None:
         header = PushHeader("worker-1", 1, 7, sequence, 4, num_gradients=1 if assign else 2)
@@ -216,9 +216,9 @@ def test_shards_count_the_gradients_of_who_has_left() -> None:
         push(chunk, 2)
     push(0, 3)
     state.keep_senders({("worker-0", 1)})
-    estates.report()
+    kept.report()
     assert [(one.sender, one.incarnation, one.gradients) for one in reports] == [("worker-1", 7, 2)]
-    estates.report()
+    kept.report()
     assert len(reports) == 1
 
 

@@ -116,7 +116,7 @@ REASON_BYTES = 512
 
 
 @dataclass(slots=True, eq=False)
-class _Attendance:
+class _Presence:
     """The presence of one node."""
 
     stream: Stream | None  # of "join", or of the latest "resume"; None: awaited
@@ -176,7 +176,7 @@ class PresenceService:
         self._on_lost = on_lost
         self.heard: dict[str, int] = {}
         self.certificates: dict[str, bytes] = {}
-        self._attending: dict[str, _Attendance] = {}
+        self._presences: dict[str, _Presence] = {}
         self._told: _Told | None = None
         self._outdated = True
         self._reasons: dict[str, str] = {}  # why nodes were lost
@@ -187,13 +187,13 @@ class PresenceService:
     @property
     def any_left(self) -> bool:
         """Whether a node is present."""
-        return bool(self._attending)
+        return bool(self._presences)
 
     def notify(self) -> None:
         """Sends the new notice to all members."""
         self._outdated = True
-        for attendance in self._attending.values():
-            attendance.wakeup.ring()
+        for presence in self._presences.values():
+            presence.wakeup.ring()
 
     async def _serve_join(self, stream: Stream) -> None:
         request, context = v1.Join.FromString(stream.opened.body), self._context
@@ -201,7 +201,7 @@ class PresenceService:
         if who != stream.opened.sender:
             stream.refuse(v1.BAD_REQUEST, f"{stream.opened.sender} asks to join as {who}")
             return
-        awaited = self._attending.get(who)
+        awaited = self._presences.get(who)
         if (
             awaited is not None
             and awaited.stream is None
@@ -222,28 +222,28 @@ class PresenceService:
         context.endpoint.know(who, request.node.address)
         self.heard[who] = 0
         self.certificates[who] = stream.certificate
-        attendance = self._expect(request.node, stream)
+        presence = self._expect(request.node, stream)
         context.carry_out(instructions)
-        await self._attend(attendance, stream, who)
+        await self._attend(presence, stream, who)
 
     async def _left(self, stream: Stream, who: str) -> None:
         """Waits until the coordinator notices that an earlier process is gone; not if that one still speaks."""
         runtime, since_ns = self._context.runtime, self._context.runtime.now()
-        while self._membership.phases.training and (there := self._attending.get(who)) is not None:
+        while self._membership.phases.training and (there := self._presences.get(who)) is not None:
             if there.stream is not None and there.stream.heard_ns > since_ns:
                 return
             await stream.waiting([who])
             await runtime.sleep(ENTER_S)
 
-    def _expect(self, node: v1.Node, stream: Stream | None) -> _Attendance:
+    def _expect(self, node: v1.Node, stream: Stream | None) -> _Presence:
         """Notes that a member is present, or may come back."""
         context, who = self._context, node.name
         refusals: Throttle[str] = Throttle(
             context.runtime, lambda why, more: self._emit(_refused_events(who, more + 1, why))
         )
         gate = EventGate(who, context.age_s())
-        attendance = self._attending[who] = _Attendance(stream, gate, refusals, node.incarnation)
-        return attendance
+        presence = self._presences[who] = _Presence(stream, gate, refusals, node.incarnation)
+        return presence
 
     def await_members(self) -> None:
         """Waits for the members of an earlier process of the coordinator; after a lease they count as lost."""
@@ -265,20 +265,20 @@ class PresenceService:
 
         context.runtime.expire_after(wait_s, overdue)
 
-    def _await(self, attendance: _Attendance, who: str, why: str, certificate: bytes) -> None:
+    def _await(self, presence: _Presence, who: str, why: str, certificate: bytes) -> None:
         """Waits a lease for a member to come back."""
-        give_up = partial(self._give_up, attendance, who, attendance.attempt, why, certificate)
+        give_up = partial(self._give_up, presence, who, presence.attempt, why, certificate)
         self._context.runtime.expire_after(self._context.deadlines.lease_s, give_up)
 
-    def _give_up(self, attendance: _Attendance, who: str, attempt: int, why: str, certificate: bytes) -> None:
+    def _give_up(self, presence: _Presence, who: str, attempt: int, why: str, certificate: bytes) -> None:
         """Removes a member that has not come back since an attempt."""
-        comes_back = attendance.stream is not None or attendance.attempt > attempt
-        if not comes_back and self._attending.get(who) is attendance:
-            self._remove(attendance, who, why, certificate)
+        comes_back = presence.stream is not None or presence.attempt > attempt
+        if not comes_back and self._presences.get(who) is presence:
+            self._remove(presence, who, why, certificate)
 
-    def _remove(self, attendance: _Attendance, who: str, reason: str, certificate: bytes) -> None:
-        del self._attending[who]
-        attendance.refusals.close()
+    def _remove(self, presence: _Presence, who: str, reason: str, certificate: bytes) -> None:
+        del self._presences[who]
+        presence.refusals.close()
         self._reasons[who] = reason.partition(f": {STILL}")[0] or "it left"  # to the node itself, which knows
         context = self._context
         context.carry_out(self._membership.lost(who, reason, context.age_s(), certificate))
@@ -286,27 +286,27 @@ class PresenceService:
             self._await_shard(who)
         self._on_lost()
 
-    async def _attend(self, attendance: _Attendance, stream: Stream, who: str) -> None:
+    async def _attend(self, presence: _Presence, stream: Stream, who: str) -> None:
         """Serves a member over one stream, until the member leaves, is lost, or has another stream."""
         reason = ""
         try:
-            listening, telling = self._listen(attendance, stream, who), self._tell(attendance, stream)
+            listening, telling = self._listen(presence, stream, who), self._tell(presence, stream)
             await self._context.runtime.gather(listening, telling)
         except Exception as error:  # the stream is broken, or a message on it makes no sense
             reason = escaped(str(error).removeprefix(f"{who}: "), REASON_BYTES)
             if isinstance(error, RefusedError):
                 stream.refuse(v1.BAD_REQUEST, error.reason)
-        resumed = reason and attendance.stream is not stream
-        if resumed or self._attending.get(who) is not attendance or self._context.keeper.superseded:
+        resumed = reason and presence.stream is not stream
+        if resumed or self._presences.get(who) is not presence or self._context.keeper.superseded:
             return
-        if reason and attendance.attempt and attendance.settled is not stream:
-            attendance.stream = None  # the member may have given up this attempt alone
-            self._await(attendance, who, reason, self.certificates.get(who, b""))
+        if reason and presence.attempt and presence.settled is not stream:
+            presence.stream = None  # the member may have given up this attempt alone
+            self._await(presence, who, reason, self.certificates.get(who, b""))
             return
         # Not in a `finally`: a coordinator that is itself being stopped has lost no member.
-        self._remove(attendance, who, reason, self.certificates.get(who, b""))
+        self._remove(presence, who, reason, self.certificates.get(who, b""))
 
-    async def _listen(self, attendance: _Attendance, stream: Stream, who: str) -> None:
+    async def _listen(self, presence: _Presence, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises if it leaves too early, or is gone."""
         context = self._context
         while True:
@@ -315,9 +315,9 @@ class PresenceService:
                 if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")
                 return
-            attendance.hear()
-            attendance.settled = stream
-            attendance.stream = attendance.stream or stream  # it goes on over an older one
+            presence.hear()
+            presence.settled = stream
+            presence.stream = presence.stream or stream  # it goes on over an older one
             beat = v1.Beat.FromString(received.frame.body.data)
             heard = self.heard.get(who, 0)
             if beat.number <= heard:
@@ -328,9 +328,9 @@ class PresenceService:
             self.heard[who] = beat.number
             context.keeper.changed()
             if beat.events:
-                admitted = attendance.gate.take(beat.events, context.age_s())
+                admitted = presence.gate.take(beat.events, context.age_s())
                 if admitted.num_refused:
-                    attendance.refusals.tell(admitted.why, admitted.num_refused)
+                    presence.refusals.tell(admitted.why, admitted.num_refused)
                 if admitted.lines:
                     self._on_events(admitted)
             context.carry_out(self._membership.beat(who, beat, context.age_s()))
@@ -340,7 +340,7 @@ class PresenceService:
                 stream.refuse(v1.NOT_MEMBER, why)
                 raise PeerLostError(who, why)
 
-    async def _tell(self, attendance: _Attendance, stream: Stream) -> None:
+    async def _tell(self, presence: _Presence, stream: Stream) -> None:
         """Sends the notice at each change, and repeatedly as a sign of life, until the last one is sent.
 
         A sign of life does not repeat the notice: of 2,000 nodes it has 100 kB, and each of them gets one.
@@ -366,7 +366,7 @@ class PresenceService:
             await stream.send(v1.Frame(body=v1.Body(data=data)))
             if notice.phase >= v1.Notice.FINISHED:
                 return
-            while not await attendance.wakeup.rung(runtime, deadlines.notice_s):
+            while not await presence.wakeup.rung(runtime, deadlines.notice_s):
                 if runtime.left_s(stream.heard_ns, 3 * deadlines.beat_s) > 0:
                     break
 
@@ -388,9 +388,9 @@ class PresenceService:
 
     async def _serve_alive(self, stream: Stream) -> None:
         """Answers a member that has not heard the coordinator for some time, over another connection."""
-        attendance = self._present(stream)
-        if attendance is not None:
-            attendance.hear()
+        presence = self._present(stream)
+        if presence is not None:
+            presence.hear()
             await stream.send(v1.Frame(body=v1.Body()))
 
     async def _serve_resume(self, stream: Stream) -> None:
@@ -398,21 +398,21 @@ class PresenceService:
 
         The old stream is left to end by itself: the member may use it until it hears the answer.
         """
-        attendance, attempt = self._present(stream), v1.Resume.FromString(stream.opened.body).attempt
-        if attendance is None:
+        presence, attempt = self._present(stream), v1.Resume.FromString(stream.opened.body).attempt
+        if presence is None:
             return
-        if attempt <= attendance.attempt:
-            stream.refuse(v1.BAD_REQUEST, f"attempt {attempt} comes after attempt {attendance.attempt}")
+        if attempt <= presence.attempt:
+            stream.refuse(v1.BAD_REQUEST, f"attempt {attempt} comes after attempt {presence.attempt}")
             return
-        attendance.stream, attendance.attempt = stream, attempt
-        await self._attend(attendance, stream, stream.peer)
+        presence.stream, presence.attempt = stream, attempt
+        await self._attend(presence, stream, stream.peer)
 
-    def _present(self, stream: Stream) -> _Attendance | None:
+    def _present(self, stream: Stream) -> _Presence | None:
         """Returns the presence of the caller; refuses a caller that is not in the run."""
-        attendance = self._attending.get(stream.peer)
-        if attendance is not None and attendance.incarnation == stream.opened.incarnation:
-            return attendance
-        not_in = f"it is not in this run; in are {', '.join(self._attending)}"
+        presence = self._presences.get(stream.peer)
+        if presence is not None and presence.incarnation == stream.opened.incarnation:
+            return presence
+        not_in = f"it is not in this run; in are {', '.join(self._presences)}"
         stream.refuse(v1.NOT_MEMBER, self._reasons.get(stream.peer, not_in))
         return None
 

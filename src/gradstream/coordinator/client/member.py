@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable
 
-from gradstream.coordinator.client.presence import EvictedError, Lifeline, Presence
+from gradstream.coordinator.client.presence import EvictedError, Heartbeat, Presence
 from gradstream.coordinator.client.reporter import Reporter
 from gradstream.coordinator.client.requests import WorkerRequests
 from gradstream.coordinator.nodes import COORDINATOR
@@ -294,14 +294,14 @@ class Member(Reporter):
 
     async def _be_present(self, presence: Presence) -> None:
         """Beats and hears notices until the run is over, or the coordinator is lost."""
-        lifeline = Lifeline(
+        heartbeat = Heartbeat(
             self._runtime,
             self._endpoint,
             presence,
             self._deadlines,
             lambda error: self._lose(presence, error),
         )
-        watching = self._runtime.spawn(lifeline.run(), name=f"{self.node.name}/lifeline")
+        watching = self._runtime.spawn(heartbeat.run(), name=f"{self.node.name}/heartbeat")
         try:
             await self._runtime.gather(self._keep_hearing(presence), self._keep_beating(presence))
         except (RunAbortedError, RunStoppedError):

@@ -2,7 +2,7 @@
 
 A connection may die silently, when something between two machines drops its packets. So beats are numbered,
 and kept until a notice acknowledges them. Where the first connection stays silent and a new one works (see
-`Lifeline`), the node goes on over the new one: it sends the unacknowledged beats again, in order, and the
+`Heartbeat`), the node goes on over the new one: it sends the unacknowledged beats again, in order, and the
 coordinator takes each beat once.
 """
 
@@ -205,8 +205,8 @@ async def _send(stream: Stream, beat: v1.Beat) -> None:
     await stream.send(v1.Frame(body=v1.Body(data=beat.SerializeToString())))
 
 
-# ---- lifeline ----------------------------------------------------------------------------
-# `Lifeline`: a node shows that it is alive while the coordinator is silent.
+# ---- heartbeat ----------------------------------------------------------------------------
+# `Heartbeat`: a node shows that it is alive while the coordinator is silent.
 #
 # A connection that has lost packets sends them again after growing pauses (0.2 s, 0.4 s, 0.8 s, and so on), so it may
 # stay silent long after the network works again. A new connection does not. So a node that has not heard the
@@ -239,7 +239,7 @@ class EvictedError(GradstreamError):
         )
 
 
-class Lifeline:
+class Heartbeat:
     """Watches how long the coordinator has been silent, and says "alive" over new connections.
 
     Args:

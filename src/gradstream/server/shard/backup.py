@@ -30,8 +30,8 @@ from gradstream.memory import Span
 from gradstream.runtime.base import Buffer, Runtime, Work
 from gradstream.runtime.event_log import disk_error, disk_remedy
 from gradstream.server.shard.copies import ChunkCopies, Destination
-from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
+from gradstream.server.shard.kept_pushes import KeptPushes
 from gradstream.wire import v1
 
 # ---- backup ------------------------------------------------------------------------------
@@ -75,12 +75,12 @@ class ShardBackup(ChunkCopies):
 
     Args:
         executor: has the chunks, and waits for `keep` after each update.
-        estates: minibatches of recent pushes.
+        kept_pushes: minibatches of recent pushes.
         place: keeps the backups.
     """
 
-    def __init__(self, executor: ShardExecutor, estates: PushEstates, place: BackupPlace) -> None:
-        super().__init__(executor, estates)
+    def __init__(self, executor: ShardExecutor, kept_pushes: KeptPushes, place: BackupPlace) -> None:
+        super().__init__(executor, kept_pushes)
         self.place = place
         executor.keep = self.keep
 

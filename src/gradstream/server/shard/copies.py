@@ -14,8 +14,8 @@ import torch
 from gradstream.errors import DataError
 from gradstream.memory import Span
 from gradstream.server.aggregation import rank_of
-from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
+from gradstream.server.shard.kept_pushes import KeptPushes
 from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.server.shard.state import ChunkState
 from gradstream.wire import v1
@@ -33,18 +33,18 @@ class ChunkCopies:
 
     Args:
         executor: has the chunks.
-        estates: minibatches of recent pushes.
+        kept_pushes: minibatches of recent pushes.
 
     Attributes:
         members: incarnation of each member of the run, by name.
         num_restored: number of chunks that were restored.
     """
 
-    def __init__(self, executor: ShardExecutor, estates: PushEstates) -> None:
+    def __init__(self, executor: ShardExecutor, kept_pushes: KeptPushes) -> None:
         self._state = executor.state
         self._store = executor.store
         self._leases = executor.leases
-        self._estates = estates
+        self._kept_pushes = kept_pushes
         self._number = 0  # of the last backup
         self.members: Mapping[str, int] = {}
         self.num_restored = 0
@@ -64,7 +64,7 @@ class ChunkCopies:
             windows=_windows(state),
             clocks=self._state.clocks.at(chunk),
             vectors=vectors,
-            pushes=self._estates.backup(),
+            pushes=self._kept_pushes.backup(),
             procedure=state.procedure.message(chunk) if state.procedure.number else None,
         )
         return v1.Backup(chunk=copy), [self._span(name, chunk) for name in vectors]
@@ -139,7 +139,7 @@ class ChunkCopies:
             name = f"worker-{rank}"
             if (name, self.members.get(name)) in state.windows:
                 self._state.clocks.advance(backup.index, rank, clock)
-        self._estates.restore(backup.pushes)
+        self._kept_pushes.restore(backup.pushes)
         state.procedure = ChunkProcedure.of(backup.procedure)
         return [self._span(name, backup.index).tensor for name in backup.vectors]
 

@@ -184,7 +184,7 @@ class ShardNode:
                 backup = await self._begin(source)
             elif not await self._take_over(placement):
                 return
-            self._service.estates.on_report = lambda pushes: self._member.report(
+            self._service.kept_pushes.on_report = lambda pushes: self._member.report(
                 v1.BeatReport(orphaned=pushes)
             )
             self._service.on_event = self._member.emit

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import PushHeader, rank_of
 from gradstream.server.rows import Part
-from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.first_shard import QuorumProtocol
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.instructions import Parked, Sender
+from gradstream.server.shard.kept_pushes import KeptPushes
 from gradstream.server.shard.pending_push import PendingPush, WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
@@ -119,7 +119,7 @@ class PushHandler:
         notifier: tells senders which nodes they wait for.
         quorum: counts the chunks that have come; None if there is no quorum.
         pacer: chooses which push of a round to read next; None reads each as fast as it comes.
-        estates: keeps the minibatches of pushes, in case their senders die.
+        kept_pushes: keeps the minibatches of pushes, in case their senders die.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PushHandler:
         notifier: WaitNotifier,
         quorum: QuorumProtocol | None,
         pacer: PushPacer | None,
-        estates: PushEstates,
+        kept_pushes: KeptPushes,
     ) -> None:
         self._runtime = runtime
         self._executor = executor
@@ -139,7 +139,7 @@ class PushHandler:
         self._notifier = notifier
         self._quorum = quorum
         self._pacer = pacer
-        self._estates = estates
+        self._kept_pushes = kept_pushes
         self._waiting = Counter[Sender]()  # chunks of its pushes without a result
 
     def keep_senders(self, members: Collection[Sender]) -> None:
@@ -158,9 +158,9 @@ class PushHandler:
         self._inspection.check_push(stream.opened, request)
         opened = stream.opened
         if request.HasField("behalf"):
-            self._estates.check_heir(opened, request)
+            self._kept_pushes.check_substitute(opened, request)
         else:
-            self._estates.note((opened.sender, opened.incarnation), request)
+            self._kept_pushes.note((opened.sender, opened.incarnation), request)
         push = PendingPush(stream, self._runtime.now(), self._waiting)
         await self._runtime.gather(self._receive(push, request), self._answer(push))
 
@@ -218,8 +218,8 @@ class PushHandler:
         opened = push.stream.opened
         self._inspection.check_member(opened)
         redone = request.HasField("behalf")
-        if redone:  # again: the errand may be done, and the lost worker's windows freed
-            self._estates.check_heir(opened, request)
+        if redone:  # again: the redo may be done, and the lost worker's windows freed
+            self._kept_pushes.check_substitute(opened, request)
         sender = request.behalf if redone else opened
         header = PushHeader(
             sender=sender.sender,

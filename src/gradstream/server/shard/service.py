@@ -26,12 +26,12 @@ from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer, load
 from gradstream.server.shard.commands import Commands
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.copies import ChunkCopies, Destination
-from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.fetch_handler import FetchHandler
 from gradstream.server.shard.first_shard import QuorumProtocol
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.instructions import Sender
+from gradstream.server.shard.kept_pushes import KeptPushes
 from gradstream.server.shard.pending_push import WaitNotifier
 from gradstream.server.shard.push_handler import PushHandler, PushPacer
 from gradstream.server.shard.state import ShardState
@@ -191,7 +191,7 @@ class ShardService:
     Attributes:
         on_decision: called with each decision of a quorum.
         on_event: called with each event of the shard's arithmetic.
-        executor, commands, estates, copies, handover: exist once a model is registered.
+        executor, commands, kept_pushes, copies, handover: exist once a model is registered.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
         tensor_sums: adds up sums over whole tensors with the other shards; None where the update rule needs none.
     """
@@ -278,11 +278,11 @@ class ShardService:
         notifier = WaitNotifier(runtime, config.waiting_every_s, state)
         self._inspection = inspection
         pacer = PushPacer() if config.rule.paced else None
-        self.estates = PushEstates(state, counts=not config.rule.by_round)
-        self.executor.on_freed = self.estates.report
+        self.kept_pushes = KeptPushes(state, counts=not config.rule.by_round)
+        self.executor.on_freed = self.kept_pushes.report
         self.copies = self._make_copies(optimizer)
         self._pushes = PushHandler(
-            runtime, self.executor, inspection, notifier, self.quorum, pacer, self.estates
+            runtime, self.executor, inspection, notifier, self.quorum, pacer, self.kept_pushes
         )
         self._fetches = FetchHandler(
             runtime, self.executor, inspection, notifier, config.silence_s, config.fetch_codec
@@ -299,9 +299,9 @@ class ShardService:
         """The copies of the shard's chunks, and, where it keeps the backup of another shard, memory for that."""
         config, runtime = self._config, self._runtime
         if config.acknowledge == "logged":
-            return ShardBackup(self.executor, self.estates, BackupLog(runtime, config.retry_s))
+            return ShardBackup(self.executor, self.kept_pushes, BackupLog(runtime, config.retry_s))
         if config.acknowledge != "replicated":
-            return ChunkCopies(self.executor, self.estates)
+            return ChunkCopies(self.executor, self.kept_pushes)
         owner = config.backed_up_here
         self._holder.set_result(
             BackupHolder(
@@ -320,7 +320,7 @@ class ShardService:
             silence_s=config.silence_s,
             retry_s=config.retry_s,
         )
-        return ShardBackup(self.executor, self.estates, place)
+        return ShardBackup(self.executor, self.kept_pushes, place)
 
     def _update_rule(self, model: v1.ModelSpec) -> tuple[Optimizer, GroupedRule | None]:
         """The update rule of the run, or the rule that the workers bring."""
@@ -357,11 +357,11 @@ class ShardService:
             fenced: lost workers of which the shard keeps what it knows, and reports it.
         """
         self._inspection.keep_senders(members)
-        self.estates.keep(members, fenced)
-        self.executor.keep_senders(members, self.estates.fenced)
+        self.kept_pushes.keep(members, fenced)
+        self.executor.keep_senders(members, self.kept_pushes.fenced)
         self.commands.keep_senders(members)
         self._pushes.keep_senders(members)
-        self.estates.report()
+        self.kept_pushes.report()
 
     def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
         """Sets who may push for which lost worker, by rank."""

@@ -30,7 +30,7 @@ from gradstream.untrusted import say
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, Placement
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
-from gradstream.worker.exchange.errands import Errands
+from gradstream.worker.exchange.redo import Redos
 from gradstream.worker.gradient import GradientSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartSource
@@ -180,7 +180,7 @@ class ServerExchange(Exchange):
 
     replica: ServerReplica
 
-    _errands: Errands | None = None
+    _redos: Redos | None = None
 
     def __init__(
         self,
@@ -240,21 +240,21 @@ class ServerExchange(Exchange):
                 (lambda: member.num_receipts, lambda: member.num_heard_receipts),
                 asyncio.Lock(),
             )
-            self._errands = Errands(self._context, parts, self._client, lambda refs: one_by_one)
+            self._redos = Redos(self._context, parts, self._client, lambda refs: one_by_one)
         else:
             counts, agreement.takes_turns = (lambda: agreement.num_pushed, lambda: agreement.num_heard), True
             assert isinstance(parts.gradients, PartSource)
             parts = replace(parts, gradients=parts.gradients.redoing)
-            self._errands = Errands(self._context, parts, self._client, agreement.errand)
+            self._redos = Redos(self._context, parts, self._client, agreement.redo)
         self._client.settled = SettledPushes(*counts, receipt_of)
-        member.listen(self._errands.hear)
-        self._errands.hear(member.notice)
+        member.listen(self._redos.hear)
+        self._redos.hear(member.notice)
 
     async def close(self) -> None:
         """See `Exchange`."""
         await super().close()
-        if self._errands is not None:
-            self._errands.cancel()
+        if self._redos is not None:
+            self._redos.cancel()
 
     def let_stand_in(
         self,

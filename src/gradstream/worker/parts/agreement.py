@@ -7,7 +7,7 @@
 An update of a round is made in all parts of a replica, or in none. So its parts have parameters of one version, and
 whoever of another replica dies, the round can be done again.
 
-Without rounds, a replica also computes gradients of lost workers (`worker.exchange.errands`), at any time. The worker
+Without rounds, a replica also computes gradients of lost workers (`worker.exchange.redo`), at any time. The worker
 then tells before each gradient whose turn it is, so that all parts compute the same one.
 """
 
@@ -135,7 +135,7 @@ class Agreement(ABC):
         """
 
     @abstractmethod
-    def errand(self, refs: Sequence[BatchRef]) -> AbstractAsyncContextManager[None]:
+    def redo(self, refs: Sequence[BatchRef]) -> AbstractAsyncContextManager[None]:
         """The time in which all parts redo a lost worker's push of these minibatches; the worker chooses it."""
 
     @abstractmethod

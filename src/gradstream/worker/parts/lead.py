@@ -195,7 +195,7 @@ class PartLead(Agreement):
                 self._say(PartGradientTurn(astuple(ref)))
             yield
 
-    def errand(self, refs: Sequence[BatchRef]) -> AbstractAsyncContextManager[None]:
+    def redo(self, refs: Sequence[BatchRef]) -> AbstractAsyncContextManager[None]:
         """See `Agreement`: one after the other."""
         return self._errand_turn
 

@@ -158,7 +158,7 @@ class PartFollower(Agreement):
         self._turned.set()
 
     @asynccontextmanager
-    async def errand(self, refs: Sequence[BatchRef]) -> AsyncIterator[None]:
+    async def redo(self, refs: Sequence[BatchRef]) -> AsyncIterator[None]:
         """See `Agreement`: begins with the turn of the first one."""
         await self._until(refs)
         yield

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradstream.coordinator.client.presence import MAX_TRIES, EvictedError, Lifeline
+from gradstream.coordinator.client.presence import MAX_TRIES, EvictedError, Heartbeat
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime import SimulationConfig, VirtualCluster
 from gradstream.runtime.deadlines import Deadlines
@@ -50,8 +50,8 @@ def watched(answer: GradstreamError | None, seconds: float) -> tuple[Silent, lis
     async def main() -> None:
         runtime: Any = virtual.runtime("worker-0")
         given: Any = node
-        lifeline = Lifeline(runtime, given, given, DEADLINES, lost.append)
-        task = runtime.spawn(lifeline.run(), name="lifeline")
+        heartbeat = Heartbeat(runtime, given, given, DEADLINES, lost.append)
+        task = runtime.spawn(heartbeat.run(), name="heartbeat")
         await runtime.sleep(seconds)
         task.cancel()
 

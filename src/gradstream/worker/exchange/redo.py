@@ -1,10 +1,10 @@
-"""Errands: pushes of lost workers that are torn, and that this worker redoes for the chunks that lack them.
+"""Torn pushes of lost workers, which this worker redoes for the chunks that lack them.
 
     parameters, just fetched ──gradient of each minibatch──▶ sum ──pushed in the lost worker's name──▶ every chunk
 
-An errand runs beside the strategy, in memory of its own, which is freed afterwards: so a worker redoes pushes also
+It does so beside the strategy, in memory of its own, which is freed afterwards: so a worker redoes pushes also
 while it stands for a snapshot, is paused, or waits for minibatches. The arithmetic thread computes one thing at a
-time, so the errand comes between two gradients of the worker's own.
+time, so a push is redone between two gradients of the worker's own.
 
 Where the replica is several processes, each redoes the pushes of its own part, and they compute the gradients
 together: the worker chooses when (`worker.parts.agreement`).
@@ -37,8 +37,8 @@ Key = tuple[str, int, int]
 """Name and incarnation of a lost worker, and the number of its push."""
 
 
-class Errands:
-    """The errands of one worker, or of another process of its replica.
+class Redos:
+    """The pushes that one worker redoes, or another process of its replica.
 
     Args:
         context: the process's place in the run.
@@ -63,7 +63,7 @@ class Errands:
         self._turn = turn
 
     def hear(self, notice: v1.Notice) -> None:
-        """Begins the errands that the coordinator asks this process for."""
+        """Begins to redo the pushes that the coordinator asks this process for."""
         named = dict[Key, v1.Redo]()
         for lost in notice.fenced:
             for redo in lost.redos:
@@ -77,7 +77,7 @@ class Errands:
             del self._tasks[key]
 
     def cancel(self) -> None:
-        """Ends all errands."""
+        """Ends all of that."""
         for task in self._tasks.values():
             task.cancel()
 

@@ -1,9 +1,9 @@
 """The minibatches of recent pushes, in case their sender dies before the coordinator has their receipts.
 
 A push of a lost worker may be torn: applied by some chunks and not by others. Once the shard refuses the worker, and
-the pushes that had arrived are applied, it reports the worker's estate: for each push whether its chunks have it. The
-coordinator then lets a living worker redo what is torn (`coordinator/estates.py`), for which the shard keeps the lost
-worker's windows of sequence numbers.
+the pushes that had arrived are applied, it reports for each push whether its chunks have it. The coordinator then lets
+a living worker redo what is torn (`coordinator/orphaned_pushes.py`), for which the shard keeps the lost worker's
+windows of sequence numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Kept:
         self.count -= len(self.pushes.pop(sequence))
 
 
-class PushEstates:
-    """What a shard keeps of each sender's pushes, and the estates of the lost ones. No I/O.
+class KeptPushes:
+    """What a shard keeps of each sender's pushes, and reports of lost ones. No I/O.
 
     Args:
         state: the state machine of the chunks.
@@ -39,22 +39,22 @@ class PushEstates:
             minibatches: a user's own loop does not know whose samples the others compute again.
 
     Attributes:
-        on_report: called with the estate of each lost worker, once.
+        on_report: called with the pushes of each lost worker, once.
     """
 
     def __init__(self, state: ShardState, *, counts: bool = False) -> None:
-        self.on_report: Callable[[v1.SenderPushes], None] = lambda estate: None
+        self.on_report: Callable[[v1.SenderPushes], None] = lambda pushes: None
         self._state = state
         self._counts = counts
         self._named: set[Sender] = set()  # whose pushes name their minibatches
         self._kept: dict[Sender, _Kept] = {}
-        self._heirs: dict[Sender, dict[int, str]] = {}  # of lost workers, by number of a torn push
+        self._substitutes: dict[Sender, dict[int, str]] = {}  # of lost workers, by number of a torn push
         self._reported: set[Sender] = set()
 
     @property
     def fenced(self) -> Collection[Sender]:
         """Lost workers whose pushes are not settled."""
-        return self._heirs.keys()
+        return self._substitutes.keys()
 
     def note(self, sender: Sender, push: v1.Push) -> None:
         """Keeps the minibatches of a push that begins, and frees those that the coordinator has receipts of."""
@@ -86,28 +86,28 @@ class PushEstates:
             for (name, incarnation), kept in self._kept.items()
         ]
 
-    def restore(self, estates: Iterable[v1.SenderPushes]) -> None:
+    def restore(self, kept: Iterable[v1.SenderPushes]) -> None:
         """Adds what an earlier process of the shard has kept."""
-        for estate in estates:
-            for push in estate.pushes:
-                self._add((estate.sender, estate.incarnation), push.sequence, tuple(push.batches))
+        for one in kept:
+            for push in one.pushes:
+                self._add((one.sender, one.incarnation), push.sequence, tuple(push.batches))
 
     def keep(self, members: Collection[Sender], fenced: Iterable[v1.Fenced]) -> None:
         """Frees what belongs to nobody in the run, and to no lost worker that the coordinator names."""
-        self._heirs = {
+        self._substitutes = {
             (one.sender, one.incarnation): {redo.sequence: redo.substitute for redo in one.redos}
             for one in fenced
         }
-        self._reported &= self._heirs.keys()
-        stay = {*members, *self._heirs}
+        self._reported &= self._substitutes.keys()
+        stay = {*members, *self._substitutes}
         self._kept = {sender: kept for sender, kept in self._kept.items() if sender in stay}
 
     def report(self) -> None:
         """Reports the lost workers of which no push is on its way into a chunk any more."""
-        for sender in self._heirs:
+        for sender in self._substitutes:
             if sender not in self._reported and self._state.withdraw(sender):
                 self._reported.add(sender)
-                self.on_report(self._estate_of(sender))
+                self.on_report(self._pushes_of(sender))
         for sender, gradients in self._state.departed().items():
             if self._counts and sender not in self._named:
                 name, incarnation = sender
@@ -117,7 +117,7 @@ class PushEstates:
                 )
             self._named.discard(sender)
 
-    def _estate_of(self, sender: Sender) -> v1.SenderPushes:
+    def _pushes_of(self, sender: Sender) -> v1.SenderPushes:
         kept, state = self._kept.pop(sender, _Kept()), self._state
         pushes = [
             v1.KeptPush(sequence=sequence, batches=names, applied=state.num_applied(sender, sequence))
@@ -126,15 +126,15 @@ class PushEstates:
         name, incarnation = sender
         return v1.SenderPushes(sender=name, incarnation=incarnation, chunks=len(state.chunks), pushes=pushes)
 
-    def check_heir(self, opened: v1.Open, push: v1.Push) -> None:
+    def check_substitute(self, opened: v1.Open, push: v1.Push) -> None:
         """Refuses a push for a lost worker which the coordinator has not asked its sender for, as far as is known here.
 
         Raises:
             RefusedError: STALE_EPOCH, so that the sender tries again: it may have been told before this shard.
         """
         name, incarnation = push.behalf.sender, push.behalf.incarnation
-        heir = self._heirs.get((name, incarnation), {}).get(push.sequence)
-        if heir != opened.sender:
+        substitute = self._substitutes.get((name, incarnation), {}).get(push.sequence)
+        if substitute != opened.sender:
             text = f"{opened.sender} pushes number {push.sequence} for {name[:64]}"
-            expected = f"from {heir}" if heir else "no such push"
+            expected = f"from {substitute}" if substitute else "no such push"
             raise RefusedError("shard", "STALE_EPOCH", f"{text}; expected {expected}")
