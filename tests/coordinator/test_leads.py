@@ -1,0 +1,88 @@
+"""The features of the coordinator: what the list of leads has to hold, and the order in which they hear."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradstream._version import __version__
+from gradstream.coordinator import registry
+from gradstream.coordinator.lead import Emit, Instruction, Lead, Lost
+from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.phases import LossTolerance, Phases
+from gradstream.coordinator.registry import CoordinatorPlan, leads_of
+from gradstream.data.ledger import Ledger
+from gradstream.data.plan import RoundPlan
+from gradstream.errors import RefusedError
+from gradstream.telemetry.events import Event, FailedEvent, StartedEvent
+from gradstream.wire import v1
+
+WITH_ALL = LossTolerance(survives_worker_loss=True, quorum=1, redoes=True, stands_in=True, skips_lost=True)
+
+
+def plan(losses: LossTolerance = WITH_ALL, *, drives: bool = True) -> CoordinatorPlan:
+    started = StartedEvent(
+        job="j", workers=2, servers=1, strategy="synchronous", optimizer="sgd", num_parameters=0,
+        num_samples=32, total_steps=8, in_rounds=True,
+    )  # fmt: skip
+    return CoordinatorPlan(
+        started=started, ledger=Ledger(RoundPlan(32, 4, 2), epochs=2), losses=losses, drives=drives
+    )
+
+
+def test_each_kind_of_report_in_the_schema_has_one_lead() -> None:
+    kinds = [kind for lead in leads_of(plan()) for kind in lead.REPORTS]
+    assert sorted(kinds) == sorted(field.name for field in v1.BeatReport.DESCRIPTOR.oneofs[0].fields)
+
+
+def test_a_report_of_a_feature_that_the_run_does_not_have_is_refused() -> None:
+    membership = Membership(plan(LossTolerance(survives_worker_loss=True), drives=False))
+    membership.nodes.add(v1.Node(name="worker-0", role="worker"))
+    with pytest.raises(RefusedError, match="nobody takes in this run"):
+        membership.check("worker-0", v1.Beat(reports=[v1.BeatReport(quiesced=1)]))
+
+
+class Hears(Lead):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
+        """Notes who is lost."""
+        self.heard.append(f"lost {lost.worker}")
+        return []
+
+    def on_beat(self, node: v1.Node, beat: v1.Beat, at_s: float) -> list[Instruction]:
+        """Notes who says something."""
+        self.heard.append(node.name)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("survives", "heard"), [(True, ["worker-0", "lost worker-1"]), (False, ["worker-0"])]
+)
+def test_leads_behind_the_end_of_a_run_hear_no_more(
+    survives: bool, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, made = Hears(), registry.leads_of
+    monkeypatch.setattr("gradstream.coordinator.membership.leads_of", lambda plan: [*made(plan), own])
+    membership = Membership(plan(LossTolerance(survives_worker_loss=survives), drives=False))
+    spec = v1.ModelSpec(fingerprint=1, elems=64, dtype=v1.FLOAT32, chunk_elems=64)
+    for name in ("shard-0", "worker-0", "worker-1"):
+        role, _, rank = name.partition("-")
+        node = v1.Node(name=name, role=role, rank=int(rank), address=f"{name}:1", incarnation=1)
+        model = spec if role == "worker" else None
+        membership.join(v1.Join(node=node, software=__version__, model=model), 0.0)
+    membership.beat("worker-0", v1.Beat(), 1.0)
+    events: list[Event] = [
+        one.event for one in membership.lost("worker-1", "gone", 2.0) if isinstance(one, Emit)
+    ]
+    assert own.heard == heard
+    assert any(isinstance(one, FailedEvent) for one in events) is not survives
+
+
+def test_leads_are_found_by_their_class() -> None:
+    membership = Membership(plan(drives=False))
+    assert membership.lead(Nodes) is membership.nodes and membership.lead(Phases) is membership.phases
+    assert membership.find(Hears) is None
