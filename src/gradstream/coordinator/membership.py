@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from gradstream.coordinator.admission import Admission, Gathering
+from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.lead import (
     ANY,
     OF_PARTS,
@@ -36,7 +36,7 @@ from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
 from gradstream.errors import PeerLostError
 from gradstream.runtime.deadlines import to_wait_longer
-from gradstream.telemetry.events import JoinedEvent, LeftEvent
+from gradstream.telemetry.events import Event, JoinedEvent, LeftEvent
 from gradstream.transport.methods import worker_rank
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
@@ -77,15 +77,7 @@ class Membership:
         self.phases = self.lead(Phases)
         self._of_kind = {kind: (lead, who) for lead in self.leads for kind, who in lead.REPORTS.items()}
         self._of_request = {kind: lead for lead in self.leads for kind in lead.REQUESTS.values()}
-        self._gathering = Gathering(
-            plan.started,
-            self.nodes,
-            self.admission,
-            self.progress,
-            self.phases,
-            self.leads,
-            self.deadlines.join_s,
-        )
+        self._started = plan.started
 
     def find(self, kind: type[L]) -> L | None:
         """Returns the lead of this class; None if the run has none."""
@@ -137,7 +129,7 @@ class Membership:
         if self.phases.training:
             return self._join_late(request, at_s) if node.role == "shard" or self._may_enter(node) else []
         self.admission.admit(request)
-        begun = self._gathering.proceed(at_s)
+        begun = self._gathered(at_s)
         # Notices of each of n nodes to all others would hold n³ / 2 names.
         notified = begun or len(self.nodes.names) <= NOTIFIED_OF_EACH
         return [self._joined(node), *begun, Notify()] if notified else [self._joined(node)]
@@ -203,12 +195,54 @@ class Membership:
         lost, reason = gone.name not in self.nodes.leaving, f"{gone.name} of its replica has left"
         return LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)
 
+    def _gathered(self, at_s: float) -> list[Instruction]:
+        """Begins the training if nobody else is waited for."""
+        missing = self.nodes.missing
+        if not missing:
+            return self._begin(at_s)
+        enough = self.nodes.gone.issuperset(missing) and self.phases.can_begin
+        return self._begin_without(missing, at_s) if enough else []
+
     def overdue(self, at_s: float) -> list[Instruction]:
         """Aborts a run in which nodes are missing when the deadline for joining has passed.
 
         A phase of the job that follows another begins without workers that were lost at the boundary, if it can.
         """
-        return self._gathering.overdue(at_s) if self.phases.gathering else []
+        if not self.phases.gathering:
+            return []
+        missing, there, join_s = self.nodes.missing, self.nodes.names, self.deadlines.join_s
+        if self.phases.stretch.continues and self.phases.can_begin:
+            return self._begin_without(missing, at_s)
+        text = (
+            f"did not join within {join_s:g} s: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}). "
+            "A worker joins when it has its data and its model, in a loop of your own at session.wrap: that takes "
+            f"longer, or its process hangs; its log in the folder logs says where it is; {to_wait_longer('join_s')}"
+        )
+        return self.phases.abort(missing[0], "DeadlineError", text)
+
+    def _begin(self, at_s: float) -> list[Instruction]:
+        """Begins the training, and reports what is trained, and from where."""
+        self.phases.phase = v1.Notice.TRAINING
+        self.progress.begin(at_s)
+        self.nodes.begin()
+        started, resumed = self.admission.with_model(self._started), self.progress.resumed()
+        stretch, events = self.phases.stretch, list[Event]()
+        if not stretch.continues:
+            events = [started] if resumed is None else [started, resumed]
+        if stretch.announced is not None:
+            samples = self.progress.num_samples if resumed is not None else 0
+            events.append(replace(stretch.announced, optimizer=started.optimizer, samples=samples))
+        return list(map(Emit, events))
+
+    def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:
+        """Begins the training without workers that were lost in the phase before, or may come later."""
+        out, reason = self._begin(at_s), "it did not come back for this phase of the job"
+        for who in missing:
+            for lead in self.leads:
+                out += lead.on_absent(int(who.rpartition("-")[2]))
+            if who not in self.nodes.gone:  # these were reported when they were lost
+                out.append(Emit(LeftEvent(who=who, lost=True, reason=reason, epoch=self.nodes.epoch)))
+        return [*out, Notify()]
 
     def abandon(self, shard: str, waited_s: float) -> list[Instruction]:
         """Ends the run if a lost shard has not come back."""

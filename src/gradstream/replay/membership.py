@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from gradstream.coordinator.client.member import Member
-from gradstream.coordinator.client.reporter import Reporter
-from gradstream.coordinator.client.requests import Assigned, WorkerRequests
+from gradstream.coordinator.client.requests import Assigned, Reporter, WorkerRequests
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import WorkerSpeed
 from gradstream.recording import BatchesAssigned, Entry, IntervalBegun, SnapshotReached

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from gradstream.coordinator.client.presence import EvictedError, Heartbeat, Presence
-from gradstream.coordinator.client.reporter import Reporter
-from gradstream.coordinator.client.requests import WorkerRequests
+from gradstream.coordinator.client.requests import Reporter, WorkerRequests
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.relay import RunClock
 from gradstream.errors import (
