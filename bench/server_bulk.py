@@ -44,9 +44,9 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime, own_bytes
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
+from gradstream.server.client.push import Update
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
-from gradstream.server.update import Update
 from gradstream.strategies.ssp import Clocked
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory

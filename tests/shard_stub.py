@@ -51,7 +51,7 @@ def with_shard(script: Script, first: int = 5, **options: Any) -> None:
         config = ShardConfig(0, 1, **(usual | options))
         service = ShardService(runtime, endpoint, config)
         service.register(v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64))
-        service.keep_first(first)
+        service.inspection.first = first
         await endpoint.start()
         try:
             async with grpc.aio.insecure_channel(endpoint.address) as channel:

@@ -33,9 +33,9 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import EveryPush
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
+from gradstream.server.client.push import Update
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
-from gradstream.server.update import Update
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint

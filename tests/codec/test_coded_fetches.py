@@ -12,6 +12,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream._simulate import simulate
+from gradstream.codec.base import Encoder
 from gradstream.codec.named import PARAMETER_CODECS, of_parameters
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.job.overrides import overrides, with_overrides
@@ -78,9 +79,8 @@ def test_a_server_that_keeps_what_it_has_sent_is_seen(monkeypatch: pytest.Monkey
     async def keeps(self: FetchHandler, span: Span) -> Span:
         """A planted fault: the parameters of the server are rounded, too."""
         sent = await real(self, span)
-        assert self._codec is not None
-        size = self._codec.encoded_bytes(len(span))
-        self._codec.decode(sent.tensor.view(torch.uint8)[:size], span.tensor)
+        assert self.encoder is not None
+        self.encoder.decode(sent.tensor, span.tensor)
         return sent
 
     monkeypatch.setattr(FetchHandler, "_encoded", keeps)
@@ -249,7 +249,8 @@ def test_it_travels_to_other_processes() -> None:
 )
 def test_a_worker_refuses_what_its_codec_does_not_make(codec: Any, flags: int, words: int, says: str) -> None:
     vector = Vector("v", torch.full((64,), 7.0))
-    arrival = Arrival(vector, 1, None, None if codec is None else of_parameters(codec))
+    encoder = None if codec is None else Encoder(of_parameters(codec), torch.float32)
+    arrival = Arrival(vector, 1, None, encoder)
     header = v1.Chunk(index=0, elems=words, dtype=v1.FLOAT32, version=1, flags=flags)
     with pytest.raises(RefusedError, match=says):
         arrival.take("shard-0", header, 0, 64, torch.zeros(words), False)

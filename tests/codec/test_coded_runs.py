@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from gradstream.codec.base import Encoder
 from gradstream.codec.sparse import num_kept
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.files import load_job
@@ -84,13 +85,13 @@ def test_bytes_are_those_of_the_codec(codec: Any, size: int) -> None:
 
 def test_seeds_of_workers_and_pushes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = PushCodec._seed_of
+    real = Encoder.seed
 
-    def noted(self: PushCodec, chunk: int) -> int:
-        seen.append(real(self, chunk))
+    def noted(self: Encoder, number: int, part: int) -> int:
+        seen.append(real(self, number, part))
         return seen[-1]
 
-    monkeypatch.setattr(PushCodec, "_seed_of", noted)
+    monkeypatch.setattr(Encoder, "seed", noted)
     one = linear(workers=2, codec="qsgd")
     assert len(set(seen)) == len(seen) == 2 * 2 * 18 and all(0 <= seed < 1 << 63 for seed in seen)
     assert same(one, linear(workers=2, codec="qsgd"))

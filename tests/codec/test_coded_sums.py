@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream.codec.base import Codec
+from gradstream.codec.base import Codec, Encoder
 from gradstream.codec.named import float4, int8, one_bit, sign, top_k
 from gradstream.collectives.group import Group
 from gradstream.memory import Vector
@@ -39,7 +39,7 @@ async def summed(
         name: runtime.memory.allocate(ELEMS, torch.float32, name)
         for name in getattr(codec, "state_names", ())
     }
-    sums = CodedSums(runtime, group, buckets, codec, torch.float32, f"0/{group.rank}", kept)
+    sums = CodedSums(runtime, group, buckets, Encoder(codec, torch.float32, f"0/{group.rank}", kept))
     vector, found, words = group.allocate(ELEMS, torch.float32, "gradient"), [], 0
     for number in range(rounds):
         vector.tensor.copy_(given(group.size, number)[group.rank])
@@ -76,8 +76,8 @@ def test_what_was_sent_and_what_is_left_is_what_was_given(
     def forgetful(self: CodedSums, values: torch.Tensor, bucket: Any, number: int, sound: bool) -> None:
         """A planted fault: what this worker has left out of a slice is forgotten before the next encoding."""
         first = bucket.span.start + bucket.slices[number][0]
-        for kept in self._state.values():
-            kept.tensor[first : first + len(values)].zero_()
+        for kept in self._encoder.kept(first, first + len(values)):
+            kept.tensor.zero_()
         encode(self, values, bucket, number, sound)
 
     monkeypatch.setattr(CodedSums, "_encode", forgetful)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -65,7 +66,9 @@ def test_each_element_has_the_bits_of_its_own_rule(rule: Any, chunk: int) -> Non
         tensors = tensors_of(elems, rng)
         given = [{"match": "*.bias", "weight_decay": 0.0}, {"match": ["head*"], "lr_scale": 0.25}]
         grouped = GroupedRule(rule, groups_of(given, rule), tensors)
-        plain = type(rule)(**{f: getattr(rule, f) for f in rule.__dataclass_fields__} | {"weight_decay": 0.0})
+        plain = type(rule)(
+            **{f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)} | {"weight_decay": 0.0}
+        )
         rules = [(rule, 1.0), (plain, 1.0), (rule, 0.25), (plain, 0.25)]
         choice = torch.zeros(elems, dtype=torch.int64)
         for name, start, stop in tensors:

@@ -99,7 +99,7 @@ class Watch:
 
     def combined(self, updates: Any, robust: Any, due: Any, present: Any, parts: Any, scales: Any) -> Any:
         """The result lies where the honest contributions allow it, whatever the bad one is."""
-        store = updates._store
+        store = updates.store
         centre = store.centre_span(due.chunk).tensor.clone() if getattr(robust, "centred", False) else 0.0
         total = self._combine(updates, robust, due, present, parts, scales)
         honest = [
@@ -389,7 +389,7 @@ def test_an_honest_push_into_parameters_that_are_too_large_is_not_to_blame(
 ) -> None:
     updates = Updates.__new__(Updates)
     honest, bad = (PushHeader(sender, 1, 1, 7, 4, lr=0.1, length=33.0) for sender in ("worker-1", "worker-2"))
-    updates._store = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
+    updates.store = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
     updates._largest = replace(bad, length=before)
     monkeypatch.setattr(Updates, "_weights", lambda self, due: [1.0])
     due: Any = SimpleNamespace(update=[SimpleNamespace(header=honest)])

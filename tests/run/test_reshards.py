@@ -24,7 +24,7 @@ from gradstream.errors import ConfigError, GradstreamError
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.shard import copies, service
+from gradstream.server.shard import copies
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.faults import FaultPlan, Kill
@@ -375,21 +375,23 @@ def not_held(patch: pytest.MonkeyPatch) -> None:
 
 def half_copied(patch: pytest.MonkeyPatch) -> None:
     """One element in each copy is lost."""
-    take: Any = service.take_over
+    restore = copies.ChunkCopies.restore
 
-    async def some(*given: Any) -> None:
-        destination: Callable[[Any], Any] = given[-1]
-        tensors: list[Any] = []
+    async def some(self: copies.ChunkCopies, load: Any, members: Any) -> None:
+        async def forgetful(destination: Callable[[Any], Any]) -> None:
+            tensors: list[Any] = []
 
-        def noted(backup: Any) -> Any:
-            tensors.extend(found := destination(backup))
-            return found
+            def noted(backup: Any) -> Any:
+                tensors.extend(found := destination(backup))
+                return found
 
-        await take(*given[:-1], noted)
-        for one in tensors[:1]:
-            one.zero_()
+            await load(noted)
+            for one in tensors[:1]:
+                one.zero_()
 
-    patch.setattr(service, "take_over", some)
+        await restore(self, forgetful, members)
+
+    patch.setattr(copies.ChunkCopies, "restore", some)
 
 
 def torn_network(seed: int, **changed: Any) -> Scenario:

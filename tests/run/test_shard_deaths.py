@@ -30,8 +30,9 @@ from gradstream.run.planning import plan_run
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.shard import copies
-from gradstream.server.shard.backup import BackupLog, ShardBackup
-from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer
+from gradstream.server.shard.backup import BackupHolder, BackupOnPeer
+from gradstream.server.shard.backup_log import BackupLog
+from gradstream.server.shard.copies import ChunkCopies
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.faults import FaultPlan, Kill
 from gradstream.testing.runs import QUICK, UNSTEADY, count_tokens, kill_at
@@ -242,11 +243,11 @@ def without_windows(patch: pytest.MonkeyPatch) -> None:
 
 def without_estates(patch: pytest.MonkeyPatch) -> None:
     """Backups do not have the minibatches of recent pushes."""
-    patch.setattr(ShardBackup, "_restored", _forgetting(ShardBackup._restored))
+    patch.setattr(ChunkCopies, "_restored", _forgetting(ChunkCopies._restored))
 
 
-def _forgetting(restored: Callable[[ShardBackup, v1.ChunkBackup], Any]) -> Any:
-    def of(self: ShardBackup, backup: v1.ChunkBackup) -> Any:
+def _forgetting(restored: Callable[[ChunkCopies, v1.ChunkBackup], Any]) -> Any:
+    def of(self: ChunkCopies, backup: v1.ChunkBackup) -> Any:
         del backup.pushes[:]
         return restored(self, backup)
 

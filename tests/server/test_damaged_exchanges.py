@@ -21,9 +21,9 @@ from gradstream.runtime import RealRuntime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
+from gradstream.server.client.push import Update
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
-from gradstream.server.update import Update
 from gradstream.strategies.ssp import Clocked
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import echo

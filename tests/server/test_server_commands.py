@@ -21,11 +21,10 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
+from gradstream.server.client.push import Update
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.executor import ChunkLeases
-from gradstream.server.shard.node import ShardSnapshot
 from gradstream.server.shard.service import ShardService
-from gradstream.server.update import Update
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
@@ -252,7 +251,7 @@ def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
 def test_a_cut_finds_no_command_half_carried_out() -> None:
     async def run() -> None:
         async with there(EveryPush()) as here:
-            holder, seen = ShardSnapshot(here.service), set[float]()
+            holder, seen = here.service.copies, set[float]()
 
             async def command() -> None:
                 for _ in range(40):

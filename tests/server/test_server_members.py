@@ -21,9 +21,8 @@ from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.server.aggregation import EveryN, EveryPush, PushHeader
 from gradstream.server.correction import SenderStates
 from gradstream.server.shard.config import ShardConfig
-from gradstream.server.shard.instructions import Acknowledge, Instruction, Parked
 from gradstream.server.shard.service import ShardService
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Acknowledge, Instruction, Parked, ShardState
 from gradstream.strategies.dc_asgd import Compensation
 from gradstream.strategies.ssp import Clocked
 from gradstream.testing.pairs import memory_pairs

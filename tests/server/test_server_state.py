@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 
 from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
 from gradstream.server.robust import Median
-from gradstream.server.shard.instructions import Acknowledge, Apply, Instruction, Parked, Release, Supersede
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import (
+    Acknowledge,
+    Apply,
+    Instruction,
+    Parked,
+    Release,
+    ShardState,
+    Supersede,
+)
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.wire.window import SequenceWindow
 

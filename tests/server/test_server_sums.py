@@ -26,9 +26,8 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, EveryN, FetchTerms, PushHeader
 from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.instructions import Acknowledge, Apply, Instruction, Parked, Release
 from gradstream.server.shard.pending_push import PendingFetch
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import ServerWorker
 from gradstream.testing.runs import QUICK, kill_at, least_squares

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ import gradstream as gs
 from gradstream.errors import ConfigError
 from gradstream.optim.groups import add_up
 from gradstream.run.result import Run
-from gradstream.server.shard.tensor_sums import SumLeader, TensorSums
+from gradstream.server.aggregation import EveryPush
+from gradstream.server.shard.agreement import TensorSums
+from gradstream.server.shard.config import ShardConfig
 from gradstream.testing.runs import kill_at, replace_at
+from gradstream.wire import v1
 from split_jobs import data, difference, net, run
 
 LARS = gs.optim.LARS(lr=0.5, momentum=0.5, weight_decay=1e-2, trust_coefficient=0.1)
@@ -124,10 +128,10 @@ def test_the_norm_of_a_chunk_in_the_place_of_the_layers_would_be_noticed(
 def test_the_norm_of_one_shard_in_the_place_of_all_would_be_noticed(
     whole: dict[Any, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def own(self: TensorSums, step: int, pieces: Any) -> None:
-        self._publish(step, add_up(pieces))
+    def own(self: TensorSums, said: v1.TensorSums) -> None:
+        self.take(self.decision(self.number(said), {0: [said]}))
 
-    monkeypatch.setattr(TensorSums, "_complete", own)
+    monkeypatch.setattr(TensorSums, "say", own)
     assert difference(trained(LARS), whole[LARS]) == 0
     with pytest.raises(AssertionError):
         test_bits_do_not_depend_on_the_number_of_shards(LARS, 2, whole)
@@ -157,12 +161,19 @@ def test_a_death_under_allreduce_changes_a_rounding_alone(whole: dict[Any, Run])
     assert difference(found, whole[LARS]) < 1e-12
 
 
-def test_the_leader_waits_for_every_shard_and_counts_each_once() -> None:
-    leader = SumLeader(2)
-    assert leader.said(0, 1, [(0, (1.0, 2.0)), (1, (3.0, 4.0))]) is None
-    assert leader.said(0, 1, [(0, (1.0, 2.0)), (1, (3.0, 4.0))]) is None  # again, after a lost stream
-    assert leader.said(1, 2, [(1, (9.0, 9.0))]) is None
-    assert leader.said(1, 1, [(1, (5.0, 6.0))]) == {0: (1.0, 2.0), 1: (8.0, 10.0)}
+def test_the_first_shard_waits_for_every_shard_and_counts_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals: list[v1.TensorSums] = []
+    monkeypatch.setattr(TensorSums, "decided", lambda _, total: totals.append(total))
+    served: Any = SimpleNamespace(serve=lambda method, handler: None)
+    runtime: Any = None
+    sums = TensorSums(runtime, served, ShardConfig(0, 2, EveryPush(), LARS), 1, 2, [0, 1])
+    first = v1.TensorSums(step=1, tensors=[0, 1], sums=[1.0, 2.0, 3.0, 4.0])
+    sums.hear(0, first)
+    sums.hear(0, first)  # again, after a lost stream
+    sums.hear(1, v1.TensorSums(step=2, tensors=[1], sums=[9.0, 9.0]))
+    assert totals == []
+    sums.hear(1, v1.TensorSums(step=1, tensors=[1], sums=[5.0, 6.0]))
+    assert totals == [v1.TensorSums(step=1, tensors=[0, 1], sums=[1.0, 2.0, 8.0, 10.0])]
 
 
 @pytest.mark.parametrize(

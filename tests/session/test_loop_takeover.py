@@ -36,9 +36,8 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.job.files import load_job
 from gradstream.server.aggregation import EveryPush, PushHeader
-from gradstream.server.shard.instructions import Parked
 from gradstream.server.shard.kept_pushes import KeptPushes
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Parked, ShardState
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart, Takeover

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,15 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import FetchTerms, PushHeader
-from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
-from gradstream.server.shard.instructions import Acknowledge, Apply, Parked, Release
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.agreement import Quorum
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.state import Acknowledge, Apply, Parked, QuorumDecision, Release, ShardState
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import EventDict
 from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares
 from gradstream.testing.tokens import numbered
+from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 LR = 2.0**-7
 GRID = 2.0**-10
@@ -38,25 +41,46 @@ FEATURES = 300  # 5 chunks of 64 elements
 # ---- which contributions ------------------------------------------------------------------
 
 
+def first_shard(decisions: list[QuorumDecision], *, needed: int, num_shards: int, num_chunks: int) -> Quorum:
+    """The part of a first shard of as many chunks in all; its decisions go into a list."""
+    rule = SynchronousRound(3, "mean", backup=1)
+    config = ShardConfig(0, num_shards, rule, gs.optim.SGD(LR), quorum=needed)
+    served: Any = SimpleNamespace(serve=lambda method, handler: None)
+    runtime: Any = None
+    return Quorum(runtime, served, config, ChunkMap(64 * num_chunks, 64, num_shards), decisions.append)
+
+
 def test_a_contribution_is_whole_with_its_last_chunk() -> None:
-    tally = QuorumVotes(3)
-    assert [tally.came(0, 1, chunk) for chunk in (0, 2, 0, 1, 1)] == [False, False, False, True, False]
-    assert not tally.came(0, 2, 0)
-    assert tally.whole == [(0, 1)]
-    tally.decided(QuorumDecision(0, (1,)))
-    assert tally.whole == []
-    assert [tally.came(0, 2, chunk) for chunk in (1, 2)] == [False, False]  # too late to matter
+    decisions: list[QuorumDecision] = []
+    quorum = first_shard(decisions, needed=1, num_shards=1, num_chunks=3)
+    for chunk in (0, 2, 0):
+        quorum.came(0, 1, chunk)
+    quorum.came(0, 2, 0)
+    assert decisions == []
+    quorum.came(0, 1, 1)
+    assert decisions == [QuorumDecision(0, (1,))]
+    for chunk in (1, 2):
+        quorum.came(0, 2, chunk)  # too late to matter
+    assert decisions == [QuorumDecision(0, (1,))]
 
 
 def test_the_first_n_that_every_shard_holds_are_chosen_once() -> None:
-    judge = QuorumLeader(needed=2, num_shards=2)
+    decisions: list[QuorumDecision] = []
+    quorum = first_shard(decisions, needed=2, num_shards=2, num_chunks=2)
+
+    def num_decided(said: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Number of decisions after each message of (shard, round, rank)."""
+        counts = []
+        for shard, round_, rank in said:
+            quorum.hear(shard, v1.Whole(round=round_, rank=rank))
+            counts.append(len(decisions))
+        return counts
+
     said = [(0, 0, 3), (1, 0, 3), (0, 0, 3), (0, 0, 1), (0, 0, 2), (1, 0, 2), (1, 0, 1), (0, 1, 1)]
-    verdicts = [judge.whole(*one) for one in said]
-    assert verdicts == [None] * 5 + [QuorumDecision(0, (2, 3)), None, None]
-    assert judge.last == QuorumDecision(0, (2, 3))
-    assert judge.whole(1, 1, 1) is None
-    assert judge.whole(0, 1, 3) is None
-    assert judge.whole(1, 1, 3) == QuorumDecision(1, (1, 3))
+    assert num_decided(said) == [0] * 5 + [1] * 3
+    assert decisions == [QuorumDecision(0, (2, 3))]
+    assert num_decided([(1, 1, 1), (0, 1, 3), (1, 1, 3)]) == [1, 1, 2]
+    assert decisions[-1] == QuorumDecision(1, (1, 3))
 
 
 def contribution(rank: int, round_: int, sequence: int) -> PushHeader:

@@ -20,12 +20,20 @@ from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.server.quorum import QuorumLeader
-from gradstream.server.robust import CenteredClipping, ClippedMean, Krum, Median, TrimmedMean
-from gradstream.server.shard.tensor_sums import DistanceTable, weights_of
+from gradstream.server.robust import (
+    CenteredClipping,
+    ClippedMean,
+    Krum,
+    Median,
+    TrimmedMean,
+    add_distances,
+    weights_of,
+)
+from gradstream.server.shard.agreement import Quorum
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.synchronous import Synchronous
 from gradstream.testing.runs import least_squares
+from gradstream.wire import v1
 
 Vector = np.ndarray[Any, Any]
 UNEVEN = SimulationConfig(
@@ -136,12 +144,13 @@ def test_a_run_is_that_of_a_naive_loop(name: str, servers: int, reduction: Any) 
 
 @pytest.mark.parametrize("name", ["krum", "clipped-mean", "centered-clipping"])
 def test_distances_over_one_shard_alone_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = QuorumLeader.measured
+    hear = Quorum.hear
 
-    def of_the_first(self: QuorumLeader, shard: int, round_: int, distances: Any) -> Any:
-        return whole(self, shard, round_, distances if shard == 0 else [0.0] * len(distances))
+    def of_the_first(self: Quorum, shard: int, said: v1.Whole) -> None:
+        distances = said.distances if shard == 0 else [0.0] * len(said.distances)
+        hear(self, shard, v1.Whole(round=said.round, distances=distances))
 
-    monkeypatch.setattr(QuorumLeader, "measured", of_the_first)
+    monkeypatch.setattr(Quorum, "hear", of_the_first)
     found, expected = run_and_twin(name, servers=3)
     assert np.abs(found - expected).max() > 1e-4
 
@@ -155,15 +164,16 @@ def test_the_same_bits_with_overlap_and_without() -> None:
 def test_a_worker_that_leaves_out_a_chunk_is_left_out_of_all() -> None:
     """Its first chunk had left when the second one turned out not to be finite."""
     first, second = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
-    table = DistanceTable(3)
-    table.add(list(first), None, pairs=True)
-    table.add([second[0], None, second[2]], None, pairs=True)
-    assert weights_of(ClippedMean(1e9), table.flat, [0, 1, 2]) == {0: 0.5, 1: 0.0, 2: 0.5}
-    assert weights_of(Krum(0), table.flat, [0, 2]) == {0: 1.0, 2: 0.0}
-    assert table.flat[1] == pytest.approx(3.0) and math.isnan(table.flat[2])
-    assert table.flat[4 * 1 + 3] == pytest.approx(32.0)
-    table.add([None, None, None], None, pairs=True)
-    assert set(weights_of(Krum(0), table.flat, [0, 1, 2]).values()) == {0.0}
+    table = torch.zeros(4, 4, dtype=torch.float64)
+    add_distances(table, list(first), None, pairs=True)
+    add_distances(table, [second[0], None, second[2]], None, pairs=True)
+    flat = table.flatten().tolist()
+    assert weights_of(ClippedMean(1e9), flat, [0, 1, 2]) == {0: 0.5, 1: 0.0, 2: 0.5}
+    assert weights_of(Krum(0), flat, [0, 2]) == {0: 1.0, 2: 0.0}
+    assert flat[1] == pytest.approx(3.0) and math.isnan(flat[2])
+    assert flat[4 * 1 + 3] == pytest.approx(32.0)
+    add_distances(table, [None, None, None], None, pairs=True)
+    assert set(weights_of(Krum(0), table.flatten().tolist(), [0, 1, 2]).values()) == {0.0}
 
 
 def test_with_fewer_contributions_a_rule_expects_no_more_wrong_ones_than_it_can_stand() -> None:

@@ -23,7 +23,7 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import PushHeader
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.strategies.async_diloco import AsyncDiLoCo, EqualShares
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import kill_at, least_squares

@@ -25,7 +25,7 @@ from gradstream.optim.merge import Outer
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, kill_at, least_squares

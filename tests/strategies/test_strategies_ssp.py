@@ -25,9 +25,8 @@ from gradstream.runtime.base import Report
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, NoJitter, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
-from gradstream.server.shard.instructions import Acknowledge, Apply, Parked, Release
 from gradstream.server.shard.passes import NOBODY, Clocks
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
 from gradstream.strategies import ServerWorker
 from gradstream.strategies.ssp import Lockstep
 from gradstream.testing import check_strategy

@@ -20,8 +20,7 @@ from gradstream.memory import Memory
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.server.shard.instructions import Apply, Parked
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Apply, Parked, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import Strategy, softsync
 from gradstream.strategies.softsync import WeightedMean

@@ -22,7 +22,7 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.client.links import ShardLinks
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.streaming_diloco import StreamingDiLoCo, turn
 from gradstream.testing import check_strategy

@@ -192,16 +192,13 @@ def served_by(path: Path) -> set[object]:
         node.args[0]
         for node in calls
         if ast.unparse(node.func).endswith(("endpoint.serve", "self.serve"))
-        if path.name != "first_shard.py"  # it serves what its users name
+        if ast.unparse(node.args[0]) != "self.METHOD"  # a `ShardAgreement` names its method
     ]
-    if any(ast.unparse(node.func) == "FirstShardLink" for node in calls):  # a `Speaker` names its method
-        named += [
-            node.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.AnnAssign)
-            and ast.unparse(node.target) == "METHOD"
-            and node.value is not None
-        ]
+    named += [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "METHOD" and node.value is not None
+    ]
     return {
         arg.value if isinstance(arg, ast.Constant) else constants.get(ast.unparse(arg), ast.unparse(arg))
         for arg in named

@@ -28,10 +28,10 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.server.aggregation import AggregationRule, EveryN, EveryPush
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
+from gradstream.server.client.push import Update
 from gradstream.server.shard import executor
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
-from gradstream.server.update import Update
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import HeldReference, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream

@@ -12,7 +12,7 @@ from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.server.aggregation import PushHeader
 from gradstream.server.shard.executor import StragglerTracker
-from gradstream.server.shard.instructions import Apply, Parked
+from gradstream.server.shard.state import Apply, Parked
 from gradstream.strategies import Strategy
 from gradstream.telemetry.wait_attribution import Kind, Stopwatch, WaitAttribution, shared_out
 from gradstream.testing.runs import Sized

@@ -38,8 +38,7 @@ from gradstream.run.remote.members import MachineMembers
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.instructions import Acknowledge, Apply, Parked
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Acknowledge, Apply, Parked, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies.ssp import Clocked
 from gradstream.strategies.synchronous import SynchronousRound

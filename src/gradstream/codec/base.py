@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from gradstream.errors import ConfigError
+from gradstream.memory import Span, Vector
 
 # ---- base --------------------------------------------------------------------------------
 
 DTYPE = torch.float32
 """The dtype of all tensors that are encoded."""
 
-NO_STATE: Mapping[str, torch.Tensor] = {}
+State = Mapping[str, torch.Tensor]
+"""What a codec keeps from one tensor to the next, by name."""
+
+NO_STATE: State = {}
 """The state of a codec that keeps nothing from one tensor to the next."""
 
 
@@ -56,12 +60,7 @@ class Codec(Protocol):
         ...
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """Encodes elements.
 
@@ -83,6 +82,17 @@ class Codec(Protocol):
         ...
 
 
+class BuiltIn:
+    """What most codecs of this package say of themselves; see `Codec`."""
+
+    __slots__ = ()
+
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+    dense: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+
 @runtime_checkable
 class SparseCodec(Protocol):
     """What a codec has that sends few of the elements, so that nobody goes through the zeros between them."""
@@ -96,29 +106,97 @@ class SparseCodec(Protocol):
         ...
 
 
-# ---- words -------------------------------------------------------------------------------
-# Encoded tensors as carriers send them: whole words of 4 bytes.
+# ---- encoder -----------------------------------------------------------------------------
 
 WORD = torch.float32
-"""The dtype by which carriers know an encoded tensor; its words are no numbers."""
+"""The dtype by which carriers know an encoded tensor: whole words of 4 bytes, which are no numbers."""
 
 
-def words_of(codec: Codec, elems: int) -> int:
-    """The number of words that so many encoded elements fill."""
-    return -(-codec.encoded_bytes(elems) // WORD.itemsize)
+class Encoder:
+    """What one sender encodes, or one receiver decodes: a codec, its random numbers, and what it keeps.
+
+    Args:
+        codec: the codec.
+        dtype: dtype of the model.
+        seed: of the codec's random numbers, other for each sender.
+        state: what the codec keeps of a flat vector, by name.
+
+    Raises:
+        ConfigError: codecs do not know the elements of the model.
+    """
+
+    def __init__(
+        self, codec: Codec, dtype: torch.dtype, seed: str = "", state: Mapping[str, Vector] | None = None
+    ) -> None:
+        if dtype != DTYPE:
+            raise ConfigError(
+                f"codec={codec}: the model has elements of {dtype}; expected {DTYPE}, the only ones that are encoded: "
+                "leave codec out"
+            )
+        self.codec = codec
+        self._seed = seed
+        self._state = state or {}
+
+    def words(self, elems: int) -> int:
+        """The number of words that so many encoded elements fill."""
+        return -(-self.codec.encoded_bytes(elems) // WORD.itemsize)
+
+    def kept(self, start: int, stop: int) -> list[Span]:
+        """What `encode` changes of the state for elements [start, stop) of the flat vector."""
+        return [vector[start:stop] for vector in self._state.values()]
+
+    def encode(
+        self,
+        elements: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        start: int = 0,
+        number: int = 0,
+        part: int | None = None,
+    ) -> None:
+        """Encodes a part of the flat vector.
+
+        Args:
+            elements: (n,), finite.
+            into: (`words(n)`,), overwritten.
+            start: place of the first element in the flat vector.
+            number: number of the push or round.
+            part: number of the part, for its random numbers; by default `start`.
+        """
+        size, coded = self.codec.encoded_bytes(len(elements)), into.view(torch.uint8)
+        coded[size:].zero_()
+        state = {name: one.tensor[start : start + len(elements)] for name, one in self._state.items()}
+        seed = self.seed(number, start if part is None else part)
+        self.codec.encode(elements, coded[:size], state, seed=seed)
+
+    def seed(self, number: int, part: int) -> int:
+        """The seed of a part."""
+        return seed_of(self._seed, number, part)
+
+    def coded(self, words: torch.Tensor, elems: int) -> torch.Tensor:
+        """The bytes of so many encoded elements in words."""
+        return words.view(torch.uint8)[: self.codec.encoded_bytes(elems)]
+
+    def decode(self, words: torch.Tensor, into: torch.Tensor) -> None:
+        """Decodes words that have the right number. Does nothing where memory has no elements.
+
+        Raises:
+            DataError: they are none that the codec makes.
+        """
+        if not words.is_meta:
+            self.codec.decode(self.coded(words, len(into)), into)
+
+    def misfit(self, words: torch.Tensor | None, elems: int) -> str:
+        """Why words that have come are not those of so many elements; "" if they are."""
+        expected = self.words(elems)
+        if words is not None and (words.dtype, len(words)) == (WORD, expected):
+            return ""
+        return f"{got_words(words)}, expected {expected} words of {WORD}"
 
 
-def check_dtype(codec: Codec, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a model whose elements codecs do not know."""
-    if dtype != DTYPE:
-        raise ConfigError(
-            f"codec={codec}: the model has elements of {dtype}; expected {DTYPE}, the only ones that are encoded: "
-            "leave codec out"
-        )
-
-
-# ---- seeds -------------------------------------------------------------------------------
-# Seeds of codecs, which every process can compute by itself.
+def got_words(words: torch.Tensor | None) -> str:
+    """What has come where encoded elements were expected, in words."""
+    return "nothing" if words is None else f"{len(words)} words of {words.dtype}"
 
 
 def seed_of(*parts: object) -> int:

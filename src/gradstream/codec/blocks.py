@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from gradstream.codec.base import NO_STATE, TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
+from gradstream.codec.base import (
+    NO_STATE,
+    TILE_ELEMS,
+    BuiltIn,
+    State,
+    as_codes,
+    pack,
+    packed_bytes,
+    tiles,
+    unpack,
+)
 from gradstream.errors import ConfigError
 
 _BITS = {"int8": 8, "int4": 4, "float4": 4}
@@ -18,7 +27,7 @@ _EXPONENT_BITS, _SMALLEST = 23, 120
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(BuiltIn):
     """Each number as one of 255, or 15, between -m and m: m is the largest absolute value of its block.
 
     ::
@@ -48,10 +57,7 @@ class Blocks:
         1040
     """
 
-    linear: ClassVar[bool] = False
     dense: ClassVar[bool] = True
-    state_names: ClassVar[tuple[str, ...]] = ()
-    unbiased: ClassVar[bool] = False
 
     kind: Literal["int8", "int4", "float4"] = "int8"
     block: int = 256
@@ -67,12 +73,7 @@ class Blocks:
         return 4 * self._num_blocks(elems) + packed_bytes(elems, _BITS[self.kind])
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state, seed

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from gradstream.codec.base import NO_STATE
+from gradstream.codec.base import NO_STATE, BuiltIn, State
 from gradstream.errors import ConfigError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -16,7 +15,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(BuiltIn):
     """Each number rounded to the nearest one of two bytes: 2 bytes an element.
 
     bfloat16 keeps 8 binary digits, of all that float32 holds. float16 keeps 11 digits of numbers from 6e-5 to 65504;
@@ -39,8 +38,6 @@ class Cast:
 
     linear: ClassVar[bool] = True
     dense: ClassVar[bool] = True
-    state_names: ClassVar[tuple[str, ...]] = ()
-    unbiased: ClassVar[bool] = False
 
     dtype: str = "bfloat16"
 
@@ -53,12 +50,7 @@ class Cast:
         return 2 * elems
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state, seed

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradstream.codec.base import NO_STATE, TILE_ELEMS, as_codes, pack, packed_bytes, unpack
+from gradstream.codec.base import NO_STATE, TILE_ELEMS, BuiltIn, State, as_codes, pack, packed_bytes, unpack
 from gradstream.errors import ConfigError, DataError
 
 # ---- places ------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ NUMBERS = (1 / 3, -1 / 3, 1.0, -1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTopK:
+class ChunkTopK(BuiltIn):
     """Of each chunk the k numbers of largest absolute value, as the nearest of 0, ±m/3, ±m: m is the largest of them.
 
     So no number is farther from what is sent for it than from 0, and where nothing is there, nothing is sent.
@@ -139,10 +137,6 @@ class ChunkTopK:
         84
     """
 
-    linear: ClassVar[bool] = False
-    state_names: ClassVar[tuple[str, ...]] = ()
-    unbiased: ClassVar[bool] = False
-
     k: int = 64
     chunk: int = 4096
 
@@ -162,12 +156,7 @@ class ChunkTopK:
         return self._num_chunks(elems) * chunk_bytes
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state, seed

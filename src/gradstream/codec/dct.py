@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from gradstream.codec.base import NO_STATE
+from gradstream.codec.base import NO_STATE, BuiltIn, State
 from gradstream.errors import ConfigError, DataError
 
 
@@ -24,7 +22,7 @@ def cosines(size: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class DCT:
+class DCT(BuiltIn):
     """Of each chunk the k coefficients of largest absolute value of its discrete cosine transform: 5k bytes a chunk.
 
     What neighbours have in common is in few coefficients. Within `ErrorFeedback` the rest waits, as in DeMo's
@@ -41,10 +39,6 @@ class DCT:
         Peng, Quesnelle, Kingma, DeMo: decoupled momentum optimization, 2024.
     """
 
-    linear: ClassVar[bool] = False
-    state_names: ClassVar[tuple[str, ...]] = ()
-    unbiased: ClassVar[bool] = False
-
     k: int = 4
     chunk: int = 64
 
@@ -59,12 +53,7 @@ class DCT:
         return -(-elems // self.chunk) * 5 * self.k
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state, seed

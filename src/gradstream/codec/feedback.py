@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from gradstream.codec.base import NO_STATE, Codec, SparseCodec
+from gradstream.codec.base import NO_STATE, BuiltIn, Codec, SparseCodec, State
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.errors import ConfigError
 
@@ -58,6 +57,7 @@ class ErrorFeedback:
 
     linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL,)  # the remainder, e
 
     codec: Codec
     decay: float = 1.0
@@ -72,22 +72,12 @@ class ErrorFeedback:
         """See `Codec`."""
         return bool(getattr(self.codec, "dense", False))
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The remainder, e."""
-        return (RESIDUAL,)
-
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""
         return self.codec.encoded_bytes(elems)
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         residual = state[RESIDUAL].add_(tensor)
@@ -114,7 +104,7 @@ def sparse_part(codec: Codec) -> SparseCodec | None:
 
 
 @dataclass(frozen=True, slots=True)
-class EF21:
+class EF21(BuiltIn):
     """Sends what has changed in a gradient since the last one, as far as the codec goes.
 
     ::
@@ -135,30 +125,19 @@ class EF21:
         feedback, 2021.
     """
 
-    linear: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ("estimate",)  # the gradient as the receiver knows it, h
 
     codec: Codec
 
     def __post_init__(self) -> None:
         _check_inner("EF21", self.codec)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The gradient as the receiver knows it, h."""
-        return ("estimate",)
-
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""
         return self.codec.encoded_bytes(elems)
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         estimate = state["estimate"]

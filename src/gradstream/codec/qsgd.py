@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from gradstream.codec.base import NO_STATE, TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
+from gradstream.codec.base import (
+    NO_STATE,
+    TILE_ELEMS,
+    BuiltIn,
+    State,
+    as_codes,
+    pack,
+    packed_bytes,
+    tiles,
+    unpack,
+)
 from gradstream.errors import ConfigError
 
 _SAFE_NORM = 1e-15, 1e18
@@ -20,7 +29,7 @@ _LEAST_NORM = 1e-36
 
 
 @dataclass(frozen=True, slots=True)
-class QSGD:
+class QSGD(BuiltIn):
     """Levels between 0 and the norm of a bucket, drawn so that the mean is the number itself.
 
     ::
@@ -43,9 +52,7 @@ class QSGD:
         encoding, 2017.
     """
 
-    linear: ClassVar[bool] = False
     dense: ClassVar[bool] = True
-    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = True
 
     bits: int = 4
@@ -67,12 +74,7 @@ class QSGD:
         return 4 * -(-elems // self.bucket) + packed_bytes(elems, self.bits)
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from gradstream.codec.base import NO_STATE, pack, packed_bytes, unpack
+from gradstream.codec.base import NO_STATE, BuiltIn, State, pack, packed_bytes, unpack
 from gradstream.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(BuiltIn):
     """The sign of each number, and the mean size of the numbers.
 
     ::
@@ -37,10 +37,7 @@ class Sign:
         columns of weight matrices.
     """
 
-    linear: ClassVar[bool] = False
     dense: ClassVar[bool] = True
-    state_names: ClassVar[tuple[str, ...]] = ()
-    unbiased: ClassVar[bool] = False
 
     block: int | None = None
     two_means: bool = False
@@ -54,12 +51,7 @@ class Sign:
         return self._means_bytes(elems) + packed_bytes(elems, 1)
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state, seed

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from gradstream.codec.base import NO_STATE
+from gradstream.codec.base import NO_STATE, BuiltIn, State
 from gradstream.errors import ConfigError, DataError
 
 # ---- sparse ------------------------------------------------------------------------------
@@ -51,7 +50,7 @@ def largest(tensor: torch.Tensor, k: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(BuiltIn):
     """The k numbers of largest absolute value, with their places: 8k bytes.
 
     What is not sent is lost, and the sum over all steps with it, unless `ErrorFeedback` is around it, or it is `DGC`.
@@ -74,10 +73,6 @@ class TopK:
         tensor([ 0., -3.,  0.,  2.])
     """
 
-    linear: ClassVar[bool] = False
-    state_names: ClassVar[tuple[str, ...]] = ()
-    unbiased: ClassVar[bool] = False
-
     density: float = 0.01
 
     def __post_init__(self) -> None:
@@ -88,12 +83,7 @@ class TopK:
         return 8 * num_kept(self.density, elems)
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state, seed
@@ -163,12 +153,7 @@ class RandomK:
         return 8 + 4 * num_kept(self.density, elems)
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del state
@@ -208,7 +193,7 @@ class RandomK:
 
 
 @dataclass(frozen=True, slots=True)
-class DGC:
+class DGC(BuiltIn):
     """Deep gradient compression: the momentum of SGD on the worker's side, and `TopK` of its sum.
 
     ::
@@ -232,8 +217,7 @@ class DGC:
         training, 2018.
     """
 
-    linear: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ("velocity", "residual")  # u, and the sum v of what was not sent
 
     density: float = 0.001
     momentum: float = 0.9
@@ -243,22 +227,12 @@ class DGC:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"DGC: momentum is {self.momentum!r}; expected a number in [0, 1)")
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The momentum u, and the sum v of what was not sent."""
-        return ("velocity", "residual")
-
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""
         return TopK(self.density).encoded_bytes(elems)
 
     def encode(
-        self,
-        tensor: torch.Tensor,
-        into: torch.Tensor,
-        state: Mapping[str, torch.Tensor] = NO_STATE,
-        *,
-        seed: int = 0,
+        self, tensor: torch.Tensor, into: torch.Tensor, state: State = NO_STATE, *, seed: int = 0
     ) -> None:
         """See `Codec`."""
         del seed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gradstream.optim._check import not_negative, positive
+from gradstream.optim.base import State
 from gradstream.optim.schedules import Rate, check_rate
 
 
@@ -44,6 +46,8 @@ class Adagrad:
         tensor([0.5000, 0.5000])
     """
 
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+
     lr: Rate = 0.01
     eps: float = 1e-10
     initial_accumulator: float = 0.0
@@ -56,11 +60,6 @@ class Adagrad:
         not_negative("Adagrad", "weight_decay", self.weight_decay)
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        """The sum of squared gradients."""
-        return ("sum",)
-
-    @property
     def state_init(self) -> float:
         """Initial value of the sum of squares."""
         return self.initial_accumulator
@@ -71,13 +70,7 @@ class Adagrad:
         return not self.weight_decay
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """One update in place; see `Optimizer.apply`."""
         torch._fused_adagrad_(

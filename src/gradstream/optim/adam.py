@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gradstream.optim._check import fraction, not_negative, positive
+from gradstream.optim.base import State
 from gradstream.optim.schedules import Rate, check_rate
 
 
@@ -44,6 +46,9 @@ class Adam:
         tensor([0.5000, 0.5000])
     """
 
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    state_init: ClassVar[float] = 0.0
+
     lr: Rate = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
@@ -58,24 +63,8 @@ class Adam:
         positive(rule, "eps", self.eps)
         not_negative(rule, "weight_decay", self.weight_decay)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The running means of the gradient and of its square."""
-        return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def state_init(self) -> float:
-        """0, for both means."""
-        return 0.0
-
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """One update in place; see `Optimizer.apply`."""
         self._update(torch._fused_adam_, parameters, gradient, state, lr, step)
@@ -104,7 +93,7 @@ class Adam:
         kernel: Callable[..., object],
         parameters: torch.Tensor,
         gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
+        state: State,
         lr: float,
         step: int,
     ) -> None:
@@ -153,13 +142,7 @@ class AdamW(Adam):
     weight_decay: float = 0.01
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """One update in place; see `Optimizer.apply`."""
         self._update(torch._fused_adamw_, parameters, gradient, state, lr, step)

@@ -27,6 +27,10 @@ BLOCK_ELEMS = 1 << 14
 elements give the same bits on every node."""
 
 
+State = Mapping[str, torch.Tensor]
+"""State vectors of a rule, by name."""
+
+
 class Optimizer(Protocol):
     """An element-wise update rule. Implementations are frozen dataclasses of hyper-parameters.
 
@@ -52,13 +56,7 @@ class Optimizer(Protocol):
         ...
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """Makes one update, in place.
 
@@ -104,13 +102,7 @@ class PerMatrix(ByShape, Protocol):
     """An update rule for whole matrices. Where a matrix is divided, it cannot be applied."""
 
     def apply_matrix(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """Makes one update of a matrix, in place. Arguments as in `apply`, of its shape (R, C)."""
         ...
@@ -125,25 +117,14 @@ class PerTensor(ByShape, Protocol):
     """
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """One update of a whole tensor in place; see `Optimizer.apply`."""
         sums = self.partial_sums(parameters, gradient, state, step=step)
         self.apply_with(sums, parameters, gradient, state, lr=lr, step=step)
 
     def partial_sums(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, step: int
     ) -> Sums:
         """Sums over these elements of a tensor. Changes nothing. Arguments as in `apply`, before the update."""
         ...
@@ -153,7 +134,7 @@ class PerTensor(ByShape, Protocol):
         sums: Sums,
         parameters: torch.Tensor,
         gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
+        state: State,
         *,
         lr: float,
         step: int,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gradstream.optim._check import fraction, require
+from gradstream.optim.base import State
 from gradstream.optim.schedules import Rate, check_rate
 
 
@@ -37,6 +38,8 @@ class DelayedNesterov:
         with c = 0. There g is divided by N; here whoever gives the gradients divides them.
     """
 
+    state_init: ClassVar[float] = 0.0
+
     lr: Rate
     momentum: float = 0.9
     every: int = 4
@@ -51,19 +54,8 @@ class DelayedNesterov:
         """The velocity v, and the sum p of the gradients since it moved; none without momentum."""
         return ("momentum_buffer", "pending") if self.momentum else ()
 
-    @property
-    def state_init(self) -> float:
-        """0."""
-        return 0.0
-
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """One update in place; see `Optimizer.apply`."""
         parameters.add_(gradient, alpha=-lr)

@@ -35,7 +35,7 @@ from gradstream.errors import ConfigError, InternalError, UnknownNameError
 from gradstream.optim._check import not_negative
 from gradstream.optim.adagrad import Adagrad
 from gradstream.optim.adam import Adam, AdamW
-from gradstream.optim.base import ByShape, Optimizer, PerMatrix, PerTensor, Sums, skips_zeros
+from gradstream.optim.base import ByShape, Optimizer, PerMatrix, PerTensor, State, Sums, skips_zeros
 from gradstream.optim.sgd import SGD
 
 # ---- decay -------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Range:
         self,
         parameters: torch.Tensor,
         gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
+        state: State,
         sums: Mapping[int, Sums],
         *,
         lr: float,
@@ -302,7 +302,7 @@ class GroupedRule:
         offset: int,
         parameters: torch.Tensor,
         gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
+        state: State,
         sums: Mapping[int, Sums] | None = None,
         *,
         lr: float,
@@ -356,13 +356,7 @@ class GroupedRule:
         return any(one.matrix is not None for one in self._ranges)
 
     def partial_sums(
-        self,
-        offset: int,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        step: int,
+        self, offset: int, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, step: int
     ) -> list[Piece]:
         """The sums of each tensor over its elements in this range, which an update needs; changes nothing.
 
@@ -385,7 +379,7 @@ class GroupedRule:
         places: torch.Tensor,
         parameters: torch.Tensor,
         gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
+        state: State,
         *,
         lr: float,
         step: int,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gradstream.optim._check import fraction, not_negative, positive
 from gradstream.optim.adam import Adam, AdamW
-from gradstream.optim.base import BLOCK_ELEMS, Optimizer, PerTensor, Sums, square_sum
+from gradstream.optim.base import BLOCK_ELEMS, Optimizer, PerTensor, State, Sums, square_sum
 from gradstream.optim.schedules import Rate, check_rate
 
 
@@ -52,6 +52,9 @@ class LAMB(PerTensor):
         tensor([3.0000, 3.5000])
     """
 
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    state_init: ClassVar[float] = 0.0
+
     lr: Rate = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
@@ -72,16 +75,6 @@ class LAMB(PerTensor):
         if self.norm_max is not None:
             positive("LAMB", "norm_max", self.norm_max)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The running means of the gradient and of its square."""
-        return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def state_init(self) -> float:
-        """0, for both means."""
-        return 0.0
-
     def of(self, dimensions: int) -> Optimizer:
         """See `PerTensor.of`."""
         if dimensions < 2 and self.skip_1d:
@@ -89,12 +82,7 @@ class LAMB(PerTensor):
         return self if self.trust else self._adamw
 
     def partial_sums(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, step: int
     ) -> Sums:
         """Σ w², Σ r²: r is the step of Adam's own kernel from 0 at rate 1, with copies of its state."""
         adam = Adam(1.0, self.beta1, self.beta2, self.eps)
@@ -116,7 +104,7 @@ class LAMB(PerTensor):
         sums: Sums,
         parameters: torch.Tensor,
         gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
+        state: State,
         *,
         lr: float,
         step: int,

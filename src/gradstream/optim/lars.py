@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from gradstream.optim._check import fraction, not_negative, positive
-from gradstream.optim.base import BLOCK_ELEMS, Optimizer, PerTensor, Sums, square_sum
+from gradstream.optim.base import BLOCK_ELEMS, Optimizer, PerTensor, State, Sums, square_sum
 from gradstream.optim.schedules import Rate, check_rate
 from gradstream.optim.sgd import SGD
 
@@ -51,6 +51,8 @@ class LARS(PerTensor):
         tensor([3.0000, 1.5000])
     """
 
+    state_init: ClassVar[float] = 0.0
+
     lr: Rate = field()  # else the property of the protocol would be its default
     momentum: float = 0.9
     weight_decay: float = 0.0
@@ -69,11 +71,6 @@ class LARS(PerTensor):
         """The velocity, if there is momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    @property
-    def state_init(self) -> float:
-        """0, the initial velocity."""
-        return 0.0
-
     def of(self, dimensions: int) -> Optimizer:
         """See `PerTensor.of`."""
         if dimensions < 2 and self.skip_1d:
@@ -81,12 +78,7 @@ class LARS(PerTensor):
         return self if self.trust_coefficient is not None else self._sgd(1.0)
 
     def partial_sums(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, step: int
     ) -> Sums:
         """Σ w², Σ g²."""
         return (
@@ -99,7 +91,7 @@ class LARS(PerTensor):
         sums: Sums,
         parameters: torch.Tensor,
         gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
+        state: State,
         *,
         lr: float,
         step: int,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from gradstream.errors import ConfigError
-from gradstream.optim.base import ByShape, Optimizer
+from gradstream.optim.base import ByShape, Optimizer, State
 from gradstream.optim.schedules import Rate
 
 # ---- merge -------------------------------------------------------------------------------
@@ -32,13 +32,7 @@ class Add:
         return 0.0
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """Adds the difference, which is passed as `gradient`; ignores `lr`."""
         parameters.add_(gradient)
@@ -73,13 +67,7 @@ class Replace(Add):
         return self.begin
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """Sets the parameters to the new ones, which are passed as `gradient`."""
         parameters.copy_(gradient)
@@ -135,13 +123,7 @@ class Outer:
         return self.rule.state_init
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """Makes one update in place, at the rule's own rate; ignores `lr`."""
         self.rule.apply(parameters, gradient, state, lr=cast(float, self.rule.lr), step=step)
@@ -178,6 +160,8 @@ class PassSum:
     dot product", 2005, algorithm 4.4 (Sum2).
     """
 
+    state_init: ClassVar[float] = 0.0
+
     title: ClassVar[str] = "the method's own"
     """What reports call it."""
 
@@ -192,19 +176,8 @@ class PassSum:
         """s, l, and the vectors of the method: all of them are in checkpoints, backups and handovers."""
         return ("sum", "low", *self.vectors)
 
-    @property
-    def state_init(self) -> float:
-        """0."""
-        return 0.0
-
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """Adds a portion, in place; leaves the parameters as they are."""
         total, low = state["sum"], state["low"]

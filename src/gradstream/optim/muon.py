@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gradstream.optim._check import fraction, not_negative, positive, require
 from gradstream.optim.adam import AdamW
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import Optimizer, State
 from gradstream.optim.schedules import Rate, check_rate
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -56,6 +56,10 @@ class Muon:
         (True, 0.0)
     """
 
+    # A matrix has its momentum in the first, and does not use the second.
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    state_init: ClassVar[float] = 0.0
+
     lr: Rate = 1e-3
     momentum: float = 0.95
     nesterov: bool = True
@@ -74,40 +78,18 @@ class Muon:
         not_negative("Muon", "weight_decay", self.weight_decay)
         positive("Muon", "eps", self.eps)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """AdamW's running means. A matrix has its momentum in the first, and does not use the second."""
-        return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def state_init(self) -> float:
-        """0, for both."""
-        return 0.0
-
     def of(self, dimensions: int) -> Optimizer:
         """See `ByShape.of`."""
         return self if dimensions == 2 and self.orthogonal else self._adamw
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """AdamW's update, of elements that belong to no matrix; see `Optimizer.apply`."""
         self._adamw.apply(parameters, gradient, state, lr=lr, step=step)
 
     def apply_matrix(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """See `PerMatrix.apply_matrix`."""
         mean = state["exp_avg"].lerp_(gradient, 1 - self.momentum)

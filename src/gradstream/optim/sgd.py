@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gradstream.optim._check import fraction, not_negative, require
+from gradstream.optim.base import State
 from gradstream.optim.schedules import Rate, check_rate
 
 
@@ -44,6 +46,8 @@ class SGD:
         tensor([0.5000, 0.0000])
     """
 
+    state_init: ClassVar[float] = 0.0
+
     lr: Rate
     momentum: float = 0.0
     dampening: float = 0.0
@@ -65,23 +69,12 @@ class SGD:
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
-    def state_init(self) -> float:
-        """0, the initial velocity."""
-        return 0.0
-
-    @property
     def skips_zeros(self) -> bool:
         """True without momentum and weight decay."""
         return not self.momentum and not self.weight_decay
 
     def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: State, *, lr: float, step: int
     ) -> None:
         """One update in place; see `Optimizer.apply`."""
         torch._fused_sgd_(

@@ -19,7 +19,6 @@ from gradstream.errors import DivergedError
 from gradstream.recording import Changed, Decided, Entry, FetchAsked, LogPart, Pushed, Read, Summed
 from gradstream.replay.update import UpdateAssembler
 from gradstream.server.aggregation import FetchTerms
-from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.event_schedule import (
     ChunkRead,
     ChunkReleased,
@@ -32,7 +31,7 @@ from gradstream.server.shard.event_schedule import (
     UpdateDue,
     crc_of,
 )
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import QuorumDecision, ShardState
 
 # ---- chunk log ---------------------------------------------------------------------------
 # A shard's recording sorted by chunk: its events in order, the reads of fetches, and the checksums.

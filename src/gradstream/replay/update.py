@@ -14,9 +14,9 @@ import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import ConfigError
+from gradstream.server.client.push import Update as Push
 from gradstream.server.rows import elements_of
 from gradstream.server.shard.event_schedule import UpdateDue
-from gradstream.server.update import Update as Push
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.computed import Observer
 

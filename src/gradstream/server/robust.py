@@ -10,7 +10,7 @@
     centered-clipping   v ← v + Σ (g_i - v)·min(1, τ/|g_i - v|) / n, v the update before
 
 The first two look at one chunk at a time. The others need distances over the whole gradient: each shard adds up those
-of its chunks, the first shard adds up those of the shards, and all take the same weights (`shard/tensor_sums.py`).
+of its chunks, the first shard adds up those of the shards, and all take the same weights (`shard/agreement.py`).
 
 Each contribution counts alike, whatever its number of samples, as a mean over them. A worker that contributes nothing
 in a round makes n smaller, and f no larger than that n allows.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -179,3 +179,56 @@ def _too_many(name: str, faulty: int, num_workers: int, expected: str) -> Config
         f"aggregate={name!r}, faulty={faulty} with {num_workers} workers: expected {expected}; take more workers, "
         "or a smaller number of faulty ones"
     )
+
+
+# ---- distances ---------------------------------------------------------------------------
+# Squared distances between the contributions of a round, over the chunks of a shard: those of all shards add up to the
+# whole. A table has one row and column for the centre, then one for each worker by rank. Where a worker has left out a
+# chunk, its row is NaN, and so it is in the sum over the shards: all of them leave the worker out of the round alike.
+
+
+def add_distances(
+    squares: torch.Tensor,
+    contributions: Sequence[torch.Tensor | None],
+    centre: torch.Tensor | None,
+    *,
+    pairs: bool,
+) -> None:
+    """Adds one chunk to a table.
+
+    Args:
+        squares: (1 + W, 1 + W) float64, the table.
+        contributions: elements by rank; None for a worker that has left the chunk out.
+        centre: elements of the centre; None for zeros.
+        pairs: whether to add the distances between contributions.
+    """
+
+    def put(row: int, column: int, difference: torch.Tensor) -> None:
+        squares[row, column] += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
+        squares[column, row] = squares[row, column]
+
+    for rank, one in enumerate(contributions, start=1):
+        if one is None:
+            squares[rank] = squares[:, rank] = math.nan
+            continue
+        put(0, rank, one if centre is None else one - centre)
+        for other_rank, other in enumerate(contributions[: rank - 1] if pairs else (), start=1):
+            if other is not None:
+                put(other_rank, rank, one - other)
+
+
+def weights_of(rule: WholeRule, distances: Sequence[float], ranks: Iterable[int]) -> dict[int, float]:
+    """The weight of each worker's contribution, by rank; 0 for one that is left out.
+
+    Args:
+        rule: the rule.
+        distances: sums of the shards' tables, row by row.
+        ranks: the workers whose contributions this chunk has.
+    """
+    size = math.isqrt(len(distances))
+    there = [rank for rank in range(1, size) if not math.isnan(distances[rank])]
+    from_centre = [distances[rank] for rank in there]
+    between = [[distances[size * row + column] for column in there] for row in there] if rule.pairs else []
+    weights = rule.weights(from_centre, between) if there else []
+    found = {rank - 1: weight for rank, weight in zip(there, weights, strict=True)}
+    return {rank: found.get(rank, 0.0) for rank in ranks}

@@ -302,7 +302,7 @@ def rate_of(rule: Optimizer) -> float:
 
 
 def _without_lr(rule: Any) -> dict[str, Any]:
-    return {name: getattr(rule, name) for name in rule.__dataclass_fields__ if name != "lr"}
+    return {one.name: getattr(rule, one.name) for one in dataclasses.fields(rule) if one.name != "lr"}
 
 
 def _named(tree: Tree) -> list[tuple[str, Any]]:

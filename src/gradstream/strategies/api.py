@@ -19,8 +19,8 @@ from gradstream.model.base import Reduction
 
 if TYPE_CHECKING:  # runs without servers import nothing of them
     from gradstream.server.client.fetch import Arrival
+    from gradstream.server.client.push import Update
     from gradstream.server.procedure import StepResult
-    from gradstream.server.update import Update
     from gradstream.wire import v1
 
 Bucket = tuple[int, int]

@@ -41,6 +41,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.client.fetch import Arrival
+from gradstream.server.client.push import Update
 from gradstream.server.robust import (
     CenteredClipping,
     ClippedMean,
@@ -50,7 +51,6 @@ from gradstream.server.robust import (
     TrimmedMean,
     WholeRule,
 )
-from gradstream.server.update import Update
 from gradstream.strategies.api import Gradient, ServerWorker
 from gradstream.strategies.base import RowExchange, ServerStrategy, check_count
 

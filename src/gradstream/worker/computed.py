@@ -16,7 +16,7 @@ from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import ComputeProgress
 
 if TYPE_CHECKING:
-    from gradstream.server.update import Update
+    from gradstream.server.client.push import Update
 
 
 # ---- computed ----------------------------------------------------------------------------

@@ -14,16 +14,15 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from gradstream.codec.base import Codec
+from gradstream.codec.base import Codec, Encoder
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import awaited_later
-from gradstream.server.client.fetch import Arrival, PendingFetchRequest, SparseDelta
+from gradstream.server.client.fetch import Arrival, SparseDelta, fetch
 from gradstream.server.client.links import ShardLinks
-from gradstream.server.client.push import PendingPushRequest, PushCodec, SettledPushes
+from gradstream.server.client.push import PendingPushRequest, PushCodec, SettledPushes, Update
 from gradstream.server.procedure import StepResult
 from gradstream.server.rows import RowMap
-from gradstream.server.update import Update
 from gradstream.wire import v1
 
 
@@ -34,8 +33,8 @@ class ServerClient:
         links: links to the shards.
         back_buffer: vector that the first fetch lands in.
         rows: the rows of every chunk, where workers exchange changed rows; None if they exchange whole chunks.
-        codec: encodes what is pushed in turn; None pushes it as it is. Initial parameters, pushes in the name of a lost
-            worker, and state of the update rule are pushed as they are in any case.
+        encoder: encodes what is pushed in turn; None pushes it as it is. Initial parameters, pushes in the name of a
+            lost worker, and state of the update rule are pushed as they are in any case.
         fetch_codec: decodes the parameters of `fetch_soon`, which the shards encode; None where they do not.
 
     Attributes:
@@ -52,7 +51,7 @@ class ServerClient:
         links: ShardLinks,
         back_buffer: Vector,
         rows: RowMap | None = None,
-        codec: PushCodec | None = None,
+        encoder: Encoder | None = None,
         fetch_codec: Codec | None = None,
     ) -> None:
         self.chunks = links.chunks
@@ -62,8 +61,9 @@ class ServerClient:
         self.clock = 0
         self.traffic, self.claims = links.traffic, links.claims
         self._links = links
-        self._codec = codec
-        self._fetch_codec = fetch_codec
+        self._codec = None if encoder is None else PushCodec(links.runtime, encoder, links.chunks)
+        dtype = back_buffer.tensor.dtype
+        self._fetched = None if fetch_codec is None else Encoder(fetch_codec, dtype)
         self._sequence = 0  # number of the last push or command
         self._last_push = 0  # number of the last push
         self._pushing: asyncio.Task[None] | None = None
@@ -169,8 +169,8 @@ class ServerClient:
             self._pushing.result()
         if self.back_buffer is None:
             raise InternalError("a second fetch before the first was swapped in: there is one back buffer")
-        codec = None if flush or vector else self._fetch_codec
-        arrival, self.back_buffer = self._arrival(self.back_buffer, chunks, codec), None
+        encoder = None if flush or vector else self._fetched
+        arrival, self.back_buffer = self._arrival(self.back_buffer, chunks, encoder), None
         # A chunk that the last push left out never has that push: such a fetch begins when the push is done.
         covers = self._pushed_chunks is None or set(arrival.chunks) <= set(self._pushed_chunks)
         self._num_fetches += 1
@@ -184,14 +184,14 @@ class ServerClient:
         )
         name = f"{self._links.runtime.node}-fetch-after-{self._sequence}"
         free = self.flush() if self._pushed is arrival.vector or (own and not covers) else None
-        fetch = PendingFetchRequest(self._links, arrival, terms)
-        arrival.task = awaited_later(self._links.runtime.spawn(fetch.run(free), name=name))
+        fetching = fetch(self._links, arrival, terms, free)
+        arrival.task = awaited_later(self._links.runtime.spawn(fetching, name=name))
         self._last_fetch = arrival
         return arrival
 
-    def _arrival(self, vector: Vector, chunks: Sequence[int] | None, codec: Codec | None) -> Arrival:
+    def _arrival(self, vector: Vector, chunks: Sequence[int] | None, encoder: Encoder | None) -> Arrival:
         if self.rows is None or chunks is not None:
-            return Arrival(vector, self.chunks.num_chunks, chunks, codec)
+            return Arrival(vector, self.chunks.num_chunks, chunks, encoder)
         return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
     async def fetch_into(self, vector: Vector, name: str = "") -> Sequence[int]:
@@ -202,7 +202,7 @@ class ServerClient:
         Push no gradients that were computed on them: a shard with a correction keeps no copy for this fetch.
         """
         arrival = Arrival(vector, self.chunks.num_chunks)
-        await PendingFetchRequest(self._links, arrival, v1.Fetch(vector=name)).run()
+        await fetch(self._links, arrival, v1.Fetch(vector=name))
         return arrival.versions
 
     async def reclaim_back_buffer(self) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 
-from gradstream.codec.base import WORD, Codec, words_of
+from gradstream.codec.base import Encoder
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime.base import ComputeProgress
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.rows import RowMap, RowPart, unpack
+from gradstream.telemetry.wait_attribution import LinkTraffic
 from gradstream.transport.base import Received
 from gradstream.wire import v1
 from gradstream.wire.frames import CODED
@@ -30,7 +32,7 @@ class Arrival:
         vector: the chunks land in it. It is lent for writing until the fetch is done.
         num_chunks: number of chunks of the vector.
         chunks: the chunks that are fetched; None for all.
-        codec: decodes the chunks; None where they come as they are.
+        encoder: decodes the chunks; None where they come as they are.
 
     Attributes:
         versions: version of each chunk; -1 for a chunk that has not landed.
@@ -45,10 +47,10 @@ class Arrival:
         vector: Vector,
         num_chunks: int,
         chunks: Sequence[int] | None = None,
-        codec: Codec | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         self.vector = vector
-        self._codec = codec
+        self._encoder = encoder
         self.chunks = range(num_chunks) if chunks is None else chunks
         self.versions = [-1] * num_chunks
         self.clocks = [0] * num_chunks
@@ -84,7 +86,7 @@ class Arrival:
 
     def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
         """Memory for the payload of a chunk that is about to arrive; None has the carrier allocate it."""
-        return None if self._codec is not None else self.vector.tensor[start:stop]
+        return None if self._encoder is not None else self.vector.tensor[start:stop]
 
     def take(
         self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
@@ -102,7 +104,7 @@ class Arrival:
             RefusedError: the client did not ask for the chunk, or it does not fit. Nothing was changed.
         """
         target, size_bytes = self.vector.tensor[start:stop], (stop - start) * self.vector.tensor.itemsize
-        if self._codec is not None or header.flags & CODED:
+        if self._encoder is not None or header.flags & CODED:
             size_bytes = self._decode(peer, header, payload, target)
         elif payload is None or not landed:
             _check(peer, header, payload, target)
@@ -113,16 +115,14 @@ class Arrival:
 
     def _decode(self, peer: str, header: v1.Chunk, payload: torch.Tensor | None, target: torch.Tensor) -> int:
         """Decodes a chunk into its place, and returns the bytes that have come."""
-        codec, elems = self._codec, len(target)
-        if codec is None or not header.flags & CODED:
-            what = "elements" if codec is not None else "words of a codec"
+        encoder = self._encoder
+        if encoder is None or not header.flags & CODED:
+            what = "elements" if encoder is not None else "words of a codec"
             raise _bad(peer, header, f"{what}; all nodes must have the same fetch_codec")
-        words = words_of(codec, elems)
-        if payload is None or (payload.dtype, len(payload)) != (WORD, words):
-            got = "nothing" if payload is None else f"{len(payload)} words of {payload.dtype}"
-            raise _bad(peer, header, f"{got}, expected {words} words of {WORD}, by fetch_codec={codec}")
-        if not payload.is_meta:
-            codec.decode(payload.view(torch.uint8)[: codec.encoded_bytes(elems)], target)
+        if misfit := encoder.misfit(payload, len(target)):
+            raise _bad(peer, header, f"{misfit}, by fetch_codec={encoder.codec}")
+        assert payload is not None
+        encoder.decode(payload, target)
         return payload.nbytes
 
     @property
@@ -238,120 +238,116 @@ def _bad(peer: str, header: v1.Chunk, got: str) -> RefusedError:
 # ---- fetch -------------------------------------------------------------------------------
 
 
-class PendingFetchRequest:
-    """One fetch from all shards.
+async def fetch(
+    links: ShardLinks, arrival: Arrival, terms: v1.Fetch, free: Awaitable[None] | None = None
+) -> None:
+    """Fetches from all shards. Returns once every chunk has landed. In any case, tasks that wait for one continue then.
 
     Args:
         links: links to the shards.
         arrival: takes the chunks.
         terms: terms of the fetch. The request to each shard also has that shard's chunks and their known versions.
+        free: returns once the arrival's memory may be written; None if it may be written at once.
+
+    Raises:
+        The error of `ShardLinks.retrying` or `free`: chunks that have landed stay, the others are undefined.
     """
-
-    def __init__(self, links: ShardLinks, arrival: Arrival, terms: v1.Fetch) -> None:
-        self.links = links
-        self.arrival = arrival
-        self.terms = terms
-
-    async def run(self, free: Awaitable[None] | None = None) -> None:
-        """Returns once every chunk has landed. In any case, tasks that wait for a chunk of it continue then.
-
-        Args:
-            free: returns once the arrival's memory may be written; None if it may be written at once.
-
-        Raises:
-            The error of `ShardLinks.retrying` or `free`: chunks that have landed stay, the others are undefined.
-        """
-        links, arrival, begun_ns = self.links, self.arrival, self.links.runtime.now()
-        try:
-            if free is not None:
-                await free
-            with arrival.borrowed(f"{links.runtime.node}: fetch"):
-                await links.with_chunks(lambda name, left: _FromShard(self, name, left).run(), arrival.chunks)
-            links.traffic.fetches += 1
-            links.report("fetch", begun_ns, arrival.size_bytes)
-        finally:
-            for chunk in arrival.chunks:
-                arrival.release(chunk)
+    begun_ns = links.runtime.now()
+    try:
+        if free is not None:
+            await free
+        with arrival.borrowed(f"{links.runtime.node}: fetch"):
+            await links.with_chunks(
+                lambda name, left: links.retrying(_FromShard(links, arrival, terms, name, left).attempt),
+                arrival.chunks,
+            )
+        links.traffic.fetches += 1
+        links.report("fetch", begun_ns, arrival.size_bytes)
+    finally:
+        for chunk in arrival.chunks:
+            arrival.release(chunk)
 
 
+@dataclass(slots=True)
 class _FromShard:
     """The part of a fetch that concerns one shard.
 
     Args:
-        fetch: the fetch.
+        links, arrival, terms: see `fetch`.
         name: node name of the shard.
         left: its chunks that are missing.
+        tries: numbers of the attempts.
     """
 
-    def __init__(self, fetch: PendingFetchRequest, name: str, left: dict[int, None]) -> None:
-        self._links = fetch.links
-        self._arrival = fetch.arrival
-        self._terms = fetch.terms
-        self._name = name
-        self._traffic = fetch.links.traffic.links[name]
-        self._left = left
-        self._tries = itertools.count()
+    links: ShardLinks
+    arrival: Arrival
+    terms: v1.Fetch
+    name: str
+    left: dict[int, None]
+    tries: Iterator[int] = field(default_factory=itertools.count)
 
-    async def run(self) -> None:
-        await self._links.retrying(self._attempt)
-
-    async def _attempt(self, progressed: Callable[[], None]) -> None:
+    async def attempt(self, progressed: Callable[[], None]) -> None:
+        """Asks for all that is missing."""
         request = self._request()
-        opened_ns = self._links.runtime.now()
-        stream = await self._links.endpoint.open(self._name, "fetch", request)
+        opened_ns = self.links.runtime.now()
+        stream = await self.links.endpoint.open(self.name, "fetch", request)
         stream.land(self._place)
         try:
-            while self._left:
-                received = await stream.recv(self._links.silence_s)
+            while self.left:
+                received = await stream.recv(self.links.silence_s)
                 if received is None:
-                    raise PeerLostError(self._name, f"ended a fetch with {len(self._left)} chunks missing")
+                    raise PeerLostError(self.name, f"ended a fetch with {len(self.left)} chunks missing")
                 self._take(received, opened_ns)
-                self._links.heard(self._name, opened_ns)
+                self.links.heard(self.name, opened_ns)
                 progressed()
         finally:
             stream.cancel("done")
 
+    @property
+    def _traffic(self) -> LinkTraffic:
+        return self.links.traffic.links[self.name]
+
     def _request(self) -> v1.Fetch:
         """The request for the missing chunks."""
-        known = (self._arrival.known(chunk) for chunk in self._left)
+        known = (self.arrival.known(chunk) for chunk in self.left)
         request = v1.Fetch()
-        request.CopyFrom(self._terms)
-        request.chunks.extend(self._left)
+        request.CopyFrom(self.terms)
+        request.chunks.extend(self.left)
         request.known.extend(1 + version for version in known if version is not None)
-        request.attempt = next(self._tries)
+        request.attempt = next(self.tries)
         return request
 
     def _place(self, header: v1.Chunk) -> torch.Tensor | None:
         """Memory for a chunk that is about to come; None for a chunk that is not missing."""
-        if header.index not in self._left:
+        if header.index not in self.left:
             return None
-        return self._arrival.place(header, *self._links.chunks.bounds(header.index))
+        return self.arrival.place(header, *self.links.chunks.bounds(header.index))
 
     def _take(self, received: Received, opened_ns: int) -> None:
         """Takes in a chunk, or the list of chunks that have not changed."""
-        arrival, traffic = self._arrival, self._traffic
+        arrival, traffic = self.arrival, self._traffic
         if received.frame.HasField("body") and isinstance(arrival, SparseDelta):
             unchanged = v1.Unchanged.FromString(received.frame.body.data)
             for chunk, version in zip(unchanged.chunks, unchanged.versions, strict=False):
                 self._expected(chunk)
-                arrival.unchanged(self._name, chunk, version)
+                arrival.unchanged(self.name, chunk, version)
                 traffic.whole_fetched_bytes += self._whole_bytes(chunk)
             return
         header, before_bytes = received.frame.chunk, arrival.size_bytes
         self._expected(header.index)
-        bounds = self._links.chunks.bounds(header.index)
-        arrival.take(self._name, header, *bounds, received.payload, received.landed)
+        bounds = self.links.chunks.bounds(header.index)
+        arrival.take(self.name, header, *bounds, received.payload, received.landed)
         traffic.fetched_bytes += arrival.size_bytes - before_bytes
         traffic.whole_fetched_bytes += self._whole_bytes(header.index)
-        self._links.claim(header, opened_ns)
+        self.links.claim(header, opened_ns)
 
     def _expected(self, chunk: int) -> None:
         """Notes that a chunk was answered. Raises RefusedError if it was not missing."""
-        if chunk not in self._left:
-            raise RefusedError(self._name, "BAD_REQUEST", f"sent chunk {chunk}, which it was not asked for")
-        del self._left[chunk]
+        if chunk not in self.left:
+            raise RefusedError(self.name, "BAD_REQUEST", f"sent chunk {chunk}, which it was not asked for")
+        del self.left[chunk]
 
     def _whole_bytes(self, chunk: int) -> int:
         """Size of the whole chunk, in bytes."""
-        start, stop = self._links.chunks.bounds(chunk)
-        return (stop - start) * self._arrival.vector.tensor.element_size()
+        start, stop = self.links.chunks.bounds(chunk)
+        return (stop - start) * self.arrival.vector.tensor.element_size()

@@ -1,28 +1,104 @@
-"""A push under way: chunks leave as soon as they are ready; the client sends a chunk again until its shard answers."""
+"""A push: chunks leave as soon as they are ready; the client sends a chunk again until its shard answers."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-import torch
-
-from gradstream.codec.base import WORD, Codec, check_dtype, seed_of, words_of
+from gradstream.codec.base import WORD, Encoder
 from gradstream.data.base import BatchRef
 from gradstream.errors import PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import ComputeProgress, Runtime, Work
 from gradstream.server.client.fetch import Arrival
 from gradstream.server.client.links import ShardLinks
-from gradstream.server.update import Update, UpdatePiece
+from gradstream.telemetry.wait_attribution import LinkTraffic
 from gradstream.transport.base import Lent, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.frames import ABSENT, CODED, to_wire
 
+# ---- update -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePiece:
+    """The part of a chunk that a push contains, where it does not contain whole chunks.
+
+    Args:
+        num_rows: number of rows; 0 for the whole chunk.
+        payload: the rows as `rows.pack` makes them, or all elements of the chunk.
+    """
+
+    num_rows: int
+    payload: Span
+
+
+@dataclass(slots=True)
+class Update:
+    """One push of a worker, to all shards.
+
+    Args:
+        vector: the elements; nobody may write them until the push is done. None pushes no elements: the server of
+            a synchronous round must be told of that.
+        samples: number of training samples that the gradients were computed on. This, `lr` and `vector` may be set
+            until the first elements are `ready`.
+        lr: learning rate to apply the update with.
+        base_version: by chunk, the version that the gradient was computed on.
+        num_gradients: number of minibatch gradients that are summed in the vector.
+        round: version that the update is meant for; only synchronous strategies set it.
+        ready: number of elements that are final so far; chunks leave as it grows. None: all elements are final.
+        on_done: called once all shards have acknowledged the push.
+        assign: whether the vector has initial parameters.
+        late: whether a shard has dropped the push, since it came after the update it was meant for; no error.
+        loss: mean loss over the samples, for rules that weigh by it; NaN where unknown.
+        target: vector that the shards change: "" for the parameters, else a state vector of the update rule.
+        sequence: number of the push, once it has begun.
+        refs: minibatches that the gradients were computed on.
+        names: the same as shards keep them in case this worker dies; none where nobody would redo the push.
+        settled: number of the last push whose receipts the coordinator has.
+        behalf: the lost worker in whose name this one pushes; None for an own push.
+        stands_for: rank of a lost worker, whose part of a round the update is; None for the worker's own.
+        clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
+        chunks: the chunks that are pushed; None for all. The server applies nothing to the others.
+        pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
+        sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
+            it left; chunks behind them are pushed as absent. None: all of them.
+        portion: number of the portion of a pass (`round`) that the vector has; 0 where there are no passes.
+        prompt: whether `pieces` depends on the present parameters, and so must run before the worker continues.
+    """
+
+    vector: Vector | None
+    samples: int
+    lr: float
+    base_version: Sequence[int]
+    num_gradients: int = 1
+    round: int = 0
+    ready: ComputeProgress | None = None
+    on_done: Callable[[], None] | None = None
+    assign: bool = False
+    late: bool = False
+    loss: float = math.nan
+    target: str = ""
+    sequence: int = 0
+    refs: Sequence[BatchRef] = ()
+    names: Sequence[v1.Receipt] = ()
+    settled: int = 0
+    behalf: v1.Behalf | None = None
+    stands_for: int | None = None
+    clock: int = 0
+    chunks: Sequence[int] | None = None
+    pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
+    sound: int | None = None
+    portion: int = 0
+    prompt: bool = False
+
+
 # ---- coded push --------------------------------------------------------------------------
-# `PushCodec`: the encoded chunks of a worker's pushes, and what the codec keeps from one push to the next.
 
 
 class PushCodec:
@@ -32,37 +108,17 @@ class PushCodec:
 
     Args:
         runtime: runtime of the worker's node.
+        encoder: encodes in turn what this worker pushes.
         chunks: the chunk map.
-        codec: the codec.
-        dtype: dtype of the model.
-        seed: of the codec's random numbers, other for each worker.
-        state: what the codec keeps, by name.
-
-    Raises:
-        ConfigError: as `check_dtype`.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        chunks: ChunkMap,
-        codec: Codec,
-        dtype: torch.dtype,
-        seed: str,
-        state: Mapping[str, Vector],
-    ) -> None:
-        check_dtype(codec, dtype)
-        bounds = [chunks.bounds(chunk) for chunk in range(chunks.num_chunks)]
-        memory = runtime.memory
+    def __init__(self, runtime: Runtime, encoder: Encoder, chunks: ChunkMap) -> None:
         self._runtime = runtime
-        self._codec = codec
-        self._seed = seed
-        self._bounds = bounds
-        self._places = [0]
-        for start, stop in bounds:
-            self._places.append(self._places[-1] + words_of(codec, stop - start))
-        self._sent = memory.allocate(self._places[-1], WORD, "encoded", exchanged=True)
-        self._state = state
+        self._encoder = encoder
+        self._bounds = [chunks.bounds(chunk) for chunk in range(chunks.num_chunks)]
+        sizes = (encoder.words(stop - start) for start, stop in self._bounds)
+        self._places = list(accumulate(sizes, initial=0))
+        self._sent = runtime.memory.allocate(self._places[-1], WORD, "encoded", exchanged=True)
         self._sequence = 0
         self._encoded = set[int]()
 
@@ -78,32 +134,26 @@ class PushCodec:
             return sent
         assert vector is not None
         start, stop = self._bounds[chunk]
-        size, part = self._codec.encoded_bytes(stop - start), vector[start:stop]
-        state = {name: kept[start:stop] for name, kept in self._state.items()}
+        part, number = vector[start:stop], self._sequence
 
         def encode(_: object) -> None:
-            into = sent.tensor.view(torch.uint8)
-            into[size:].zero_()
-            kept = {name: span.tensor for name, span in state.items()}
-            self._codec.encode(part.tensor, into[:size], kept, seed=self._seed_of(chunk))
+            self._encoder.encode(part.tensor, sent.tensor, start=start, number=number, part=chunk)
             self._encoded.add(chunk)  # here: who waits for this may be cancelled meanwhile
 
         await self._runtime.compute(
             encode,
             work=Work("copy", elems=stop - start),
             reads=[part],
-            writes=[sent, *state.values()],
+            writes=[sent, *self._encoder.kept(start, stop)],
             lane="exchange",
         )
         return sent
-
-    def _seed_of(self, chunk: int) -> int:
-        return seed_of(self._seed, self._sequence, chunk)
 
 
 # ---- push --------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class PendingPushRequest:
     """One push to all shards.
 
@@ -114,25 +164,22 @@ class PendingPushRequest:
         before: each chunk leaves after it has landed in this fetch; None for no such fetch.
         pieces: by chunk, the parts to push, where they were made already; else `update.pieces` makes them.
         codec: encodes each chunk; None sends chunks as they are.
+        lent: what carriers read of the vector.
     """
 
-    def __init__(
-        self,
-        links: ShardLinks,
-        update: Update,
-        sequence: int,
-        before: Arrival | None,
-        pieces: Mapping[int, UpdatePiece] | None = None,
-        codec: PushCodec | None = None,
-    ) -> None:
-        self.links = links
-        self.update = update
-        self.sequence = sequence
-        self.before = before
-        self.pieces = pieces
-        self.codec = codec
-        self.chunks = range(links.chunks.num_chunks) if update.chunks is None else update.chunks
-        self.lent: list[Lent] = []
+    links: ShardLinks
+    update: Update
+    sequence: int
+    before: Arrival | None
+    pieces: Mapping[int, UpdatePiece] | None = None
+    codec: PushCodec | None = None
+    lent: list[Lent] = field(default_factory=list)
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """Numbers of the chunks that are pushed."""
+        update = self.update
+        return range(self.links.chunks.num_chunks) if update.chunks is None else update.chunks
 
     async def run(self) -> None:
         """Returns once every shard has answered for every chunk, and no carrier reads the vector any more.
@@ -148,7 +195,9 @@ class PendingPushRequest:
         whole = update.ready is None and vector is not None
         to = f"{links.runtime.node}: push {self.sequence}"
         with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
-            await links.with_chunks(lambda name, left: _ToShard(self, name, left).run(), self.chunks)
+            await links.with_chunks(
+                lambda name, left: links.retrying(_ToShard(self, name, left).attempt), self.chunks
+            )
             for one in self.lent:  # shards have read these chunks, but what returns them may be on its way
                 await one.back(links.silence_s)
         links.traffic.pushes += 1
@@ -194,6 +243,7 @@ class PendingPushRequest:
             await self.update.ready.reached(self.links.chunks.bounds(chunk)[1])
 
 
+@dataclass(slots=True, eq=False)
 class _ToShard:
     """The part of a push that concerns one shard.
 
@@ -203,28 +253,31 @@ class _ToShard:
         left: its chunks without a result.
     """
 
-    def __init__(self, push: PendingPushRequest, name: str, left: dict[int, None]) -> None:
-        self._push = push
-        self._links = push.links
-        self._name = name
-        self._traffic = push.links.traffic.links[name]
-        self._left = left
+    push: PendingPushRequest
+    name: str
+    left: dict[int, None]
 
-    async def run(self) -> None:
-        await self._links.retrying(self._attempt)
+    @property
+    def _links(self) -> ShardLinks:
+        return self.push.links
 
-    async def _attempt(self, progressed: Callable[[], None]) -> None:
-        if not self._left:
+    @property
+    def _traffic(self) -> LinkTraffic:
+        return self._links.traffic.links[self.name]
+
+    async def attempt(self, progressed: Callable[[], None]) -> None:
+        """Sends all that has no result."""
+        if not self.left:
             return  # the last result came just before the stream broke
-        await self._push.ready(next(iter(self._left)))
+        await self.push.ready(next(iter(self.left)))
         # Made only now: a user's own loop tells the number of samples when the gradient is there.
-        request = self._push.request()
+        request = self.push.request()
         opened_ns = self._links.runtime.now()
-        stream = await self._links.endpoint.open(self._name, "push", request)
+        stream = await self._links.endpoint.open(self.name, "push", request)
         sent = ComputeProgress()
         try:
             await self._links.runtime.gather(
-                self._send_chunks(stream, list(self._left), sent),
+                self._send_chunks(stream, list(self.left), sent),
                 self._take_results(stream, sent, progressed, opened_ns),
             )
         finally:
@@ -232,9 +285,9 @@ class _ToShard:
 
     async def _send_chunks(self, stream: Stream, chunks: Sequence[int], sent: ComputeProgress) -> None:
         for count, chunk in enumerate(chunks, start=1):
-            await self._push.ready(chunk)
-            if self._push.before is not None:
-                await self._push.before.landed(chunk)
+            await self.push.ready(chunk)
+            if self.push.before is not None:
+                await self.push.before.landed(chunk)
             if await self._send(stream, chunk):
                 sent.advance(count)
         await stream.end()
@@ -242,11 +295,11 @@ class _ToShard:
 
     async def _send(self, stream: Stream, chunk: int) -> bool:
         """Sends a chunk, or a header that says it is absent. Returns False if it sends nothing: absent, too."""
-        update, pieces = self._push.update, self._push.pieces
+        update, pieces = self.push.update, self.push.pieces
         start, stop = self._links.chunks.bounds(chunk)
         header = v1.Chunk(
             index=chunk,
-            sequence=self._push.sequence,
+            sequence=self.push.sequence,
             elems=stop - start,
             version=max(0, update.base_version[chunk]),
         )
@@ -261,21 +314,21 @@ class _ToShard:
         if pieces is not None and chunk not in pieces:
             return False
         span: Span
-        if self._push.codec is not None:
-            span, header.flags = await self._push.codec.encode(update, chunk), CODED
+        if self.push.codec is not None:
+            span, header.flags = await self.push.codec.encode(update, chunk), CODED
         else:
             span = update.vector[start:stop] if pieces is None else pieces[chunk].payload
         header.rows = 0 if pieces is None else pieces[chunk].num_rows
         header.elems = len(span)
         header.dtype = to_wire(update.vector.tensor.dtype)
         self._traffic.pushed_bytes += len(span) * itemsize_bytes
-        self._push.lent.append(await stream.lend(v1.Frame(chunk=header), span, self._links.silence_s))
+        self.push.lent.append(await stream.lend(v1.Frame(chunk=header), span, self._links.silence_s))
         return True
 
     async def _take_results(
         self, stream: Stream, sent: ComputeProgress, progressed: Callable[[], None], opened_ns: int
     ) -> None:
-        taken, update, left = 0, self._push.update, self._left
+        taken, update, left = 0, self.push.update, self.left
         is_gradient = update.vector is not None and not update.assign
         while left:
             await sent.reached(taken + 1)  # the shard's silence counts only while it owes an answer

@@ -22,7 +22,7 @@ from gradstream.server.aggregation import rank_of
 from gradstream.server.procedure import ACCEPTED, dots_of, names_of, outs_of, perform
 from gradstream.server.shard.event_schedule import ParticipationChange
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.instructions import Sender
+from gradstream.server.shard.state import Sender
 from gradstream.server.shard.updates import BRIEF_ELEMS
 from gradstream.wire import v1
 

@@ -17,11 +17,9 @@ import torch
 
 from gradstream.recording import Changed, Closed, Decided, FetchAsked, Log, Pushed, Read, Summed
 from gradstream.server.aggregation import FetchTerms
-from gradstream.server.quorum import QuorumDecision
 from gradstream.server.rows import Part
-from gradstream.server.shard.instructions import Apply, Parked
 from gradstream.server.shard.pending_push import PendingFetch
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Apply, Parked, QuorumDecision, ShardState
 from gradstream.wire.window import SequenceWindow
 
 # ---- event schedule ----------------------------------------------------------------------

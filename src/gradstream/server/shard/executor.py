@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from gradstream.errors import NonFiniteError
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms, PushHeader
-from gradstream.server.quorum import QuorumDecision
 from gradstream.server.rows import Part
 from gradstream.server.shard.event_schedule import (
     ChunkRead,
@@ -31,17 +30,18 @@ from gradstream.server.shard.event_schedule import (
     UpdateApplied,
     UpdateDue,
 )
-from gradstream.server.shard.instructions import (
+from gradstream.server.shard.pending_push import PendingFetch, PendingPush
+from gradstream.server.shard.state import (
     Acknowledge,
     Apply,
     Instruction,
+    QuorumDecision,
     Release,
     Sender,
+    ShardState,
     Supersede,
     Token,
 )
-from gradstream.server.shard.pending_push import PendingFetch, PendingPush
-from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates
 from gradstream.transport.base import Lent

@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from gradstream.codec.base import WORD, check_dtype, words_of
+from gradstream.codec.base import Encoder, got_words
 from gradstream.errors import ConfigError, DataError, RefusedError
 from gradstream.model.base import length
 from gradstream.server.aggregation import rank_of
 from gradstream.server.procedure import names_of
 from gradstream.server.rows import Part, RowPart, elements_of, unpack
 from gradstream.server.shard.config import ShardConfig
-from gradstream.server.shard.instructions import Sender
+from gradstream.server.shard.state import Sender
 from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
@@ -63,6 +63,11 @@ class Inspection:
         counters: counts the requests that do not fit, as "refused".
         config: the shard's part of the run.
 
+    Attributes:
+        members: the members of the run; None: every node is one.
+        stand_ins: who may push for which lost worker, by rank.
+        first: the highest rank whose worker may bring initial parameters.
+
     Raises:
         ConfigError: the codec does not know the elements of the model.
     """
@@ -70,33 +75,19 @@ class Inspection:
     def __init__(
         self, identity: Identity, store: ShardStore, counters: Counter[str], config: ShardConfig
     ) -> None:
-        if config.codec is not None:
-            check_dtype(config.codec, store.dtype)
         self._identity = identity
         self._store = store
         self._counters = counters
         self._workers = config.workers
         self._part = config.part
-        self._codec = config.codec
+        self._encoder = None if config.codec is None else Encoder(config.codec, store.dtype)
         self._in_passes = config.in_passes
         self._clocked = config.rule.clocked
-        self._members: frozenset[Sender] | None = None
-        self._stand_ins: Mapping[int, str] = {}
-        self._first = MAX_COUNT
+        self.members: Collection[Sender] | None = None
+        self.stand_ins: Mapping[int, str] = {}
+        self.first = MAX_COUNT
 
     # ---- senders ------------------------------------------------------------------------
-
-    def keep_senders(self, members: Collection[Sender]) -> None:
-        """Sets the members of the run. Until then, every node is one."""
-        self._members = frozenset(members)
-
-    def keep_first(self, rank: int) -> None:
-        """Sets the highest rank whose worker may bring initial parameters."""
-        self._first = rank
-
-    def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
-        """Sets who may push for which lost worker, by rank."""
-        self._stand_ins = dict(stand_ins)
 
     def check_model(self, opened: v1.Open) -> None:
         """Refuses a sender that has another model."""
@@ -117,7 +108,7 @@ class Inspection:
         joined before this shard was told.
         """
         mine, sender = self._identity, (opened.sender, opened.incarnation)
-        if self._members is None or sender in self._members or opened.epoch > mine.epoch:
+        if self.members is None or sender in self.members or opened.epoch > mine.epoch:
             return
         name = f"{opened.sender} (incarnation {opened.incarnation:x})"
         text = f"{name} has left the run: its {opened.method} is not taken at epoch {mine.epoch}; join again"
@@ -148,7 +139,7 @@ class Inspection:
         self.rank(sender)
         if request.command not in (v1.Push.APPLY, v1.Push.ASSIGN):
             raise self.bad(sender, f"push command {request.command}; expected APPLY or ASSIGN")
-        if request.stands_for and self._stand_ins.get(request.stands_for - 1) != sender:
+        if request.stands_for and self.stand_ins.get(request.stands_for - 1) != sender:
             what = f"{sender} pushes for worker-{request.stands_for - 1}, for which another worker or none stands in"
             if opened.epoch > mine.epoch:
                 known = f"as far as this shard knows at epoch {mine.epoch}"
@@ -186,9 +177,9 @@ class Inspection:
 
     def _check_first(self, opened: v1.Open) -> None:
         """Refuses initial parameters of a worker as long as one of a lower rank is there that may bring them."""
-        if rank_of(opened.sender) <= self._first:
+        if rank_of(opened.sender) <= self.first:
             return
-        text = f"initial parameters of {opened.sender}; expected them of rank {self._first}"
+        text = f"initial parameters of {opened.sender}; expected them of rank {self.first}"
         if opened.epoch > self._identity.epoch:
             raise RefusedError(
                 self._identity.name, "STALE_EPOCH", f"{text}, as far as this shard knows; try again"
@@ -213,7 +204,7 @@ class Inspection:
 
     def check_waiting(self, sender: str, chunks: int) -> None:
         """Refuses one more chunk of a sender of which so many wait here: they are in memory."""
-        pushes = MOST_PUSHES + sum(one == sender for one in self._stand_ins.values())
+        pushes = MOST_PUSHES + sum(one == sender for one in self.stand_ins.values())
         if chunks >= (most := pushes * len(self._store.here)):
             text = f"request of {sender}: {chunks} chunks of its pushes wait; expected {most} at most"
             raise self._refused("OVER_LIMIT", text)
@@ -313,19 +304,17 @@ class Inspection:
         self, sender: str, chunk: v1.Chunk, payload: torch.Tensor | None, elems: int
     ) -> torch.Tensor:
         """The elements of a chunk that the sender has encoded."""
-        codec, words = self._codec, 0 if self._codec is None else words_of(self._codec, elems)
-        if codec is None or payload is None or (payload.dtype, len(payload)) != (WORD, words):
-            got = "nothing" if payload is None else f"{len(payload)} words of {payload.dtype}"
-            expected = "no codec" if codec is None else f"{words} words of {WORD}, by codec={codec}"
-            raise self.bad(
-                sender, f"chunk {chunk.index}, encoded: got {got}, expected {expected}{_SAME_FILE}"
-            )
+        encoder, what = self._encoder, f"chunk {chunk.index}, encoded: got"
+        if encoder is None:
+            raise self.bad(sender, f"{what} {got_words(payload)}, expected no codec{_SAME_FILE}")
+        if misfit := encoder.misfit(payload, elems):
+            raise self.bad(sender, f"{what} {misfit}, by codec={encoder.codec}{_SAME_FILE}")
+        assert payload is not None
         elements = payload.new_empty(elems)
-        if not payload.is_meta:
-            try:
-                codec.decode(payload.view(torch.uint8)[: codec.encoded_bytes(elems)], elements)
-            except DataError as error:
-                raise self.bad(sender, f"chunk {chunk.index}, encoded: got {error}") from error
+        try:
+            encoder.decode(payload, elements)
+        except DataError as error:
+            raise self.bad(sender, f"{what} {error}") from error
         return elements
 
     def _rows(self, sender: str, chunk: v1.Chunk, payload: torch.Tensor) -> RowPart:

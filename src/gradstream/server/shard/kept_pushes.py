@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from gradstream.errors import RefusedError
-from gradstream.server.shard.instructions import Sender
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Sender, ShardState
 from gradstream.wire import v1
 
 MOST_KEPT = 4096

@@ -4,108 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from base64 import b64decode
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from gradstream.checkpoint.manifest import STATE, Manifest
-from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, SnapshotMember, load, unsplit
-from gradstream.runtime.base import Runtime, Storage, Work, awaited_later
+from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotMember
+from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.aggregation import rank_of
-from gradstream.server.procedure import swap_accepted
-from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.backup import ShardBackup
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.event_schedule import ShardRecorder
-from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.server.shard.service import ShardService
+from gradstream.server.shard.state import QuorumDecision
 from gradstream.telemetry.events import AppliedEvent, Event, RestoredEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.wire.chunks import PartMap, Placement, member_name, part_map_of, part_of, role_of_part
-
-# ---- snapshot ----------------------------------------------------------------------------
-# A shard's part of a checkpoint.
-
-
-class ShardSnapshot:
-    """Reads a shard's vectors for a checkpoint. Implements `checkpoint.snapshot.SnapshotSource`: each piece is a chunk.
-
-    Args:
-        service: the shard's service, with a registered model.
-        place: which parameters of a split model the shard's part has; None if the model is not split.
-    """
-
-    def __init__(self, service: ShardService, place: PartMap | None = None) -> None:
-        self._service = service
-        self._place = place
-
-    def pieces(self, holders: Sequence[str] = ()) -> Mapping[str, Pieces]:
-        """See `SnapshotSource`."""
-        store, known = self._service.store, self._service.state.chunks
-        pieces: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in ("", *store.state)}
-        for chunk in store.here:
-            vectors = {"": store.parameters, **store.state}
-            if known[chunk].procedure.accepted:
-                swap_accepted(vectors)
-            for name, vector in vectors.items():
-                pieces[name].append((store.chunks.bounds(chunk)[0], store.span(vector, chunk).tensor))
-        if self._place is None:
-            return pieces
-        return {name: unsplit(those, self._place) for name, those in pieces.items()}
-
-    def versions(self, holders: Sequence[str]) -> Sequence[int]:
-        """See `SnapshotSource`."""
-        return self._service.state.versions()
-
-    def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
-        """See `SnapshotSource`."""
-        chunks = self._service.state.chunks
-        return ChunkProcedure.messages({number: chunk.procedure for number, chunk in chunks.items()})
-
-    @asynccontextmanager
-    async def still(self) -> AsyncIterator[None]:
-        """See `SnapshotSource`: the shard applies every acknowledged push first. A lost worker's last pushes wait."""
-        await self._service.executor.flush()
-        async with AsyncExitStack() as turns:
-            await turns.enter_async_context(self._service.commands.turn)
-            for chunk in self._service.store.here:
-                await turns.enter_async_context(self._service.executor.leases.turn(chunk))
-            yield
-
-    def restore(
-        self, storage: Storage, folder: str, *, state: bool = True, version: int | None = None
-    ) -> None:
-        """Reads the shard's ranges and the versions of its chunks from a checkpoint. Raises what `load` raises.
-
-        Args:
-            storage: the run directory.
-            folder: folder of the checkpoint.
-            state: whether the rule's state, and a procedure's, are those of the checkpoint; else they begin anew.
-            version: version of all chunks; None takes those of the checkpoint.
-        """
-        manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
-        versions = manifest.versions if version is None else [version] * len(manifest.versions)
-        if self._place is not None:  # the chunks of parts are not those of the whole
-            versions = [min(versions, default=0)] * self._service.store.chunks.num_chunks
-        for chunk, held in self._service.state.chunks.items():
-            held.version = versions[chunk]
-        messages = [v1.Procedure.FromString(b64decode(text)) for text in manifest.procedures if state]
-        for chunk, procedure in ChunkProcedure.restored(messages).items():
-            if chunk in self._service.state.chunks:
-                self._service.state.chunks[chunk].procedure = procedure
-        if self._service.store.changed is not None:
-            self._service.store.changed.restored(dict(enumerate(versions)))
-        pieces = self.pieces()
-        load(storage, folder, pieces if state else {"": pieces[""]})
-
-
-# ---- node --------------------------------------------------------------------------------
+from gradstream.wire.chunks import Placement, member_name, part_map_of, part_of, role_of_part
 
 REPORT_EVERY_S = 1.0
 
@@ -154,6 +70,7 @@ class ShardNode:
         self, runtime: Runtime, endpoint: Endpoint, member: ShardMembership, config: ShardConfig
     ) -> None:
         self._runtime = runtime
+        self._endpoint = endpoint
         self._member = member
         self._config = config
         self._service = ShardService(runtime, endpoint, config)
@@ -178,10 +95,11 @@ class ShardNode:
             model.CopyFrom(notice.model)
             model.elems = place.elems
             self._service.register(model, opens=False)
-            source = ShardSnapshot(self._service, place if notice.model.parts else None)
-            backup = None
+            copies = self._service.copies
+            copies.part = place if notice.model.parts else None
+            restored = False
             if self._holds(notice):
-                backup = await self._begin(source)
+                restored = await self._begin()
             elif not await self._take_over(placement):
                 return
             self._service.kept_pushes.on_report = lambda pushes: self._member.report(
@@ -191,11 +109,10 @@ class ShardNode:
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
             self._service.open()
-            if backup is not None:
-                restored = RestoredEvent(rank=self._config.rank, chunks=backup.num_restored)
-                self._member.emit(restored)
+            if restored:
+                self._member.emit(RestoredEvent(rank=self._config.rank, chunks=copies.num_restored))
             tasks = self._agree()
-            snapshots = NodeSnapshots(self._runtime, self._member, source).run()
+            snapshots = NodeSnapshots(self._runtime, self._member, copies).run()
             tasks.append(
                 awaited_later(self._runtime.spawn(snapshots, name=f"{self._runtime.node}-snapshots"))
             )
@@ -207,8 +124,8 @@ class ShardNode:
                 for task in tasks:
                     task.cancel()
                 self._report()
-            if self._service.backup is not None and not self._holds(self._member.notice):
-                await self._service.backup.place.clear()
+            if copies.place is not None and not self._holds(self._member.notice):
+                await copies.place.clear()
             if self._recorder is not None:
                 self._recorder.close(self._service.store.parameters_of)
         except Exception as error:
@@ -219,18 +136,18 @@ class ShardNode:
                 self._recorder.log.flush()
             await self._member.leave()
 
-    async def _begin(self, source: ShardSnapshot) -> ShardBackup | None:
-        """Begins with the checkpoint and the backup that there are. Returns the backup that it was restored from."""
-        service = self._service
-        if not self._member.notice.placement.first:  # later shards have begun with the chunks of others
-            await self._restore(source)
-        if service.backup is None:
-            return None
-        if not self._member.since:
-            await service.backup.place.clear()
-            return None
-        await service.backup.restore(service.backup.place.load, _incarnations(self._member.notice))
-        return service.backup
+    async def _begin(self) -> bool:
+        """Begins with the checkpoint and the backup that there are. Returns whether there was a backup to read."""
+        copies, member = self._service.copies, self._member
+        if not member.notice.placement.first:  # later shards have begun with the chunks of others
+            await self._restore()
+        if copies.place is None:
+            return False
+        if not member.since:
+            await copies.place.clear()
+            return False
+        await copies.restore(copies.place.load, _incarnations(member.notice))
+        return True
 
     # ---- other shards -------------------------------------------------------------------
 
@@ -261,13 +178,13 @@ class ShardNode:
         return member.notice.phase != v1.Notice.FINISHED and self._holds(member.notice)
 
     async def _take(self) -> None:
-        notice, service = self._member.notice, self._service
+        notice, copies = self._member.notice, self._service.copies
         members = _incarnations(notice)
-        if service.backup is not None:
-            service.backup.place.follow(members)
+        if copies.place is not None:
+            copies.place.follow(members)
         outcome = v1.Resharded(first=self._config.first)
         try:
-            await service.take_over(Placement.of(notice.placement), members)
+            await copies.take_over(self._endpoint, Placement.of(notice.placement), members)
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"
         self._member.report(v1.BeatReport(resharded=outcome))
@@ -275,9 +192,9 @@ class ShardNode:
     def _follow_resharding(self, notice: v1.Notice) -> None:
         """Holds this shard while others get its chunks. It does not go on where these have taken its place."""
         if notice.resharding.holds:
-            self._service.handover.hold(Placement.of(notice.resharding.to))
+            self._service.copies.hold(Placement.of(notice.resharding.to))
         elif self._holds(notice):
-            self._service.handover.thaw()
+            self._service.copies.thaw()
 
     # ---- members ------------------------------------------------------------------------
 
@@ -292,10 +209,10 @@ class ShardNode:
         stand_ins = {
             one.rank: member_name(self._config.part, rank_of(one.worker)) for one in notice.stand_ins
         }
-        self._service.keep_stand_ins(stand_ins)
+        self._service.inspection.stand_ins = stand_ins
         # Who has joined while the run trains fetches parameters; only of the others, the first brings them.
         since_begin = [node.rank for node in notice.nodes if node.role == role and not node.since]
-        self._service.keep_first(min(since_begin, default=self._config.workers))
+        self._service.inspection.first = min(since_begin, default=self._config.workers)
         fenced = [one for one in notice.fenced if part_of(one.sender) == self._config.part]
         before, self._members = self._members, _incarnations(notice)
         self._service.copies.members = self._members
@@ -313,14 +230,13 @@ class ShardNode:
         The first notice finds it whole, as the coordinator knows: a shard that begins has nothing that its holder
         lacks, and one that comes back has read all that it has.
         """
-        backup = self._service.backup
-        holder = None if backup is None else backup.place.follow(self._members)
-        if backup is not None and holder is not None and not first:
-            task = self._runtime.spawn(self._back_up(backup, holder), name=f"{self._runtime.node}-backup")
-            awaited_later(task)
+        place = self._service.copies.place
+        holder = None if place is None else place.follow(self._members)
+        if holder is not None and not first:
+            awaited_later(self._runtime.spawn(self._back_up(holder), name=f"{self._runtime.node}-backup"))
 
-    async def _back_up(self, backup: ShardBackup, holder: int) -> None:
-        await backup.keep_all()
+    async def _back_up(self, holder: int) -> None:
+        await self._service.copies.keep_all()
         self._member.report(v1.BeatReport(backed_up=holder))
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
@@ -337,20 +253,19 @@ class ShardNode:
         service, runtime = self._service, self._runtime
         if service.quorum is not None and self._config.index == 0:
             service.on_decision = self._decided
-        agreements = {"quorum": service.quorum, "tensor-sums": service.tensor_sums}
         return [
-            awaited_later(runtime.spawn(one.run(), name=f"{runtime.node}-{name}"))
-            for name, one in agreements.items()
+            awaited_later(runtime.spawn(one.run(), name=f"{runtime.node}-{one.METHOD}"))
+            for one in (service.quorum, service.tensor_sums)
             if one is not None
         ]
 
-    async def _restore(self, source: ShardSnapshot) -> None:
+    async def _restore(self) -> None:
         """Loads the checkpoint from which the run continues, if there is one."""
         folder, storage = self._config.resume_from, self._runtime.storage
         if folder:
-            config = self._config
+            config, copies = self._config, self._service.copies
             await self._runtime.beside(
-                lambda: source.restore(
+                lambda: copies.load_checkpoint(
                     storage, folder, state=config.restores_state, version=config.renumbered
                 ),
                 work=Work("restore", elems=len(self._service.store.parameters)),

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import rank_of
 from gradstream.server.rows import Part
-from gradstream.server.shard.instructions import Acknowledge, Sender
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import Acknowledge, Sender, ShardState
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
@@ -159,6 +158,7 @@ class PendingFetch:
 # Tells a peer that waits at a shard which nodes it waits for, so that the peer does not give up.
 
 
+@dataclass(eq=False)
 class WaitNotifier:
     """Waits until chunks are ready, and meanwhile tells the peer, over and over, which nodes they wait for.
 
@@ -168,10 +168,9 @@ class WaitNotifier:
         state: knows which nodes a chunk waits for.
     """
 
-    def __init__(self, runtime: Runtime, every_s: float, state: ShardState) -> None:
-        self._runtime = runtime
-        self._every_s = every_s
-        self._state = state
+    runtime: Runtime
+    every_s: float
+    state: ShardState
 
     async def wait(
         self, stream: Stream, wake: asyncio.Event, chunks: Iterable[int], min_clock: int = 0
@@ -188,10 +187,10 @@ class WaitNotifier:
             min_clock: clock that the peer asks for.
         """
         try:
-            await self._runtime.within(self._every_s, wake.wait())
+            await self.runtime.within(self.every_s, wake.wait())
         except TimeoutError:
             if waited := sorted(chunks):
-                await stream.waiting(self._state.awaited(waited, min_clock))
+                await stream.waiting(self.state.awaited(waited, min_clock))
             return False
         wake.clear()
         return True

@@ -6,17 +6,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import PushHeader, rank_of
 from gradstream.server.rows import Part
+from gradstream.server.shard.agreement import Quorum
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.first_shard import QuorumProtocol
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.instructions import Parked, Sender
 from gradstream.server.shard.kept_pushes import KeptPushes
 from gradstream.server.shard.pending_push import PendingPush, WaitNotifier
+from gradstream.server.shard.state import Parked, Sender
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
@@ -109,6 +110,7 @@ RESULTS_PER_FRAME = 16
 """Results that share a frame: a frame for each result would cost a tenth as much as its chunk."""
 
 
+@dataclass(eq=False)
 class PushHandler:
     """Serves "push".
 
@@ -122,25 +124,14 @@ class PushHandler:
         kept_pushes: keeps the minibatches of pushes, in case their senders die.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        executor: ShardExecutor,
-        inspection: Inspection,
-        notifier: WaitNotifier,
-        quorum: QuorumProtocol | None,
-        pacer: PushPacer | None,
-        kept_pushes: KeptPushes,
-    ) -> None:
-        self._runtime = runtime
-        self._executor = executor
-        self._state = executor.state
-        self._inspection = inspection
-        self._notifier = notifier
-        self._quorum = quorum
-        self._pacer = pacer
-        self._kept_pushes = kept_pushes
-        self._waiting = Counter[Sender]()  # chunks of its pushes without a result
+    runtime: Runtime
+    executor: ShardExecutor
+    inspection: Inspection
+    notifier: WaitNotifier
+    quorum: Quorum | None
+    pacer: PushPacer | None
+    kept_pushes: KeptPushes
+    _waiting: Counter[Sender] = field(default_factory=Counter, init=False)  # chunks without a result
 
     def keep_senders(self, members: Collection[Sender]) -> None:
         """Forgets all other senders, which have left."""
@@ -155,24 +146,24 @@ class PushHandler:
                 meanwhile. The chunks before it stay in effect.
         """
         request = v1.Push.FromString(stream.opened.body)
-        self._inspection.check_push(stream.opened, request)
+        self.inspection.check_push(stream.opened, request)
         opened = stream.opened
         if request.HasField("behalf"):
-            self._kept_pushes.check_substitute(opened, request)
+            self.kept_pushes.check_substitute(opened, request)
         else:
-            self._kept_pushes.note((opened.sender, opened.incarnation), request)
-        push = PendingPush(stream, self._runtime.now(), self._waiting)
-        await self._runtime.gather(self._receive(push, request), self._answer(push))
+            self.kept_pushes.note((opened.sender, opened.incarnation), request)
+        push = PendingPush(stream, self.runtime.now(), self._waiting)
+        await self.runtime.gather(self._receive(push, request), self._answer(push))
 
     async def _receive(self, push: PendingPush, request: v1.Push) -> None:
         """Reads chunks until the sender has sent everything."""
-        if self._pacer is not None and request.command == v1.Push.APPLY:
-            with self._pacer.push(request.round) as paced:
+        if self.pacer is not None and request.command == v1.Push.APPLY:
+            with self.pacer.push(request.round) as paced:
                 came = await self._read(push, request, paced)
         else:
             came = await self._read(push, request, None)
         if request.rows:
-            empty = [index for index in self._state.chunks if index not in came]
+            empty = [index for index in self.executor.state.chunks if index not in came]
             for index in empty:
                 self._check_base_version(push, request, index, request.base_version)
             for index in empty:
@@ -186,21 +177,21 @@ class PushHandler:
         came = set[int]()
         while (received := await push.stream.recv()) is not None:
             chunk = received.frame.chunk
-            part, length = self._inspection.part(push.sender, received)
+            part, length = self.inspection.part(push.sender, received)
             if chunk.index in came:
-                raise self._inspection.bad(push.sender, f"chunk {chunk.index} comes twice in one push")
+                raise self.inspection.bad(push.sender, f"chunk {chunk.index} comes twice in one push")
             came.add(chunk.index)
             self._check_base_version(push, request, chunk.index, chunk.version)
             self._arrived(push, request, chunk.index, chunk.version, part, length)
-            await self._runtime.sleep(0)  # its update begins now, while the elements are in the cache
+            await self.runtime.sleep(0)  # its update begins now, while the elements are in the cache
             if paced is not None:
                 paced.read()
                 await paced.turn()
         return came
 
     def _check_base_version(self, push: PendingPush, request: v1.Push, chunk: int, base_version: int) -> None:
-        version = self._state.version(chunk)
-        self._inspection.check_base_version(push.sender, chunk, request, base_version, version)
+        version = self.executor.state.version(chunk)
+        self.inspection.check_base_version(push.sender, chunk, request, base_version, version)
 
     def _arrived(
         self,
@@ -216,10 +207,10 @@ class PushHandler:
         Behind an empty chunk are no samples, unless the push has rows: then this chunk's part of the gradient is 0.
         """
         opened = push.stream.opened
-        self._inspection.check_member(opened)
+        self.inspection.check_member(opened)
         redone = request.HasField("behalf")
         if redone:  # again: the redo may be done, and the lost worker's windows freed
-            self._kept_pushes.check_substitute(opened, request)
+            self.kept_pushes.check_substitute(opened, request)
         sender = request.behalf if redone else opened
         header = PushHeader(
             sender=sender.sender,
@@ -240,11 +231,11 @@ class PushHandler:
             portion=request.portion,
         )
         assign = request.command == v1.Push.ASSIGN
-        self._inspection.check_waiting(push.sender, self._waiting[push.key])
+        self.inspection.check_waiting(push.sender, self._waiting[push.key])
         push.took(chunk, part)
-        self._executor.handle(PushArrived(chunk, Parked(header, push, assign)))
-        if self._quorum is not None and not assign:
-            self._quorum.came(request.round, header.rank, chunk)
+        self.executor.handle(PushArrived(chunk, Parked(header, push, assign)))
+        if self.quorum is not None and not assign:
+            self.quorum.came(request.round, header.rank, chunk)
 
     async def _answer(self, push: PendingPush) -> None:
         """Sends results until every chunk has one."""
@@ -252,7 +243,7 @@ class PushHandler:
         while push.results or sent != push.empty or push.pending or not push.ended:
             complete = push.ended and not push.pending
             more = len(push.results) < RESULTS_PER_FRAME and not complete
-            if more and await self._notifier.wait(push.stream, push.wake, push.pending):
+            if more and await self.notifier.wait(push.stream, push.wake, push.pending):
                 continue
             results, push.results = push.results, []
             empty = push.empty - push.pending - sent

@@ -2,178 +2,46 @@
 
 It serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushHandler`, a `FetchHandler` and
 `Commands`; for another shard it keeps backups (`BackupHolder`), and to new ones it hands its chunks over
-(`HandoverSource`). Updates run on the node's arithmetic thread.
+(`ChunkCopies`). Updates run on the node's arithmetic thread.
 The shard sends a chunk only between two updates of it, so a fetch gets one version of each chunk.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 
-from gradstream.errors import ConfigError, GradstreamError, RefusedError
+from gradstream.codec.base import Encoder
+from gradstream.errors import ConfigError, GradstreamError
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import GroupedRule, without_l2
 from gradstream.runtime.base import Runtime
 from gradstream.server.correction import SenderStates
-from gradstream.server.quorum import QuorumDecision
 from gradstream.server.robust import WholeRule
 from gradstream.server.rows import RowMap
-from gradstream.server.shard.backup import BackupLog, ShardBackup
-from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer, load_copies
+from gradstream.server.shard.agreement import Quorum, TensorSums
+from gradstream.server.shard.backup import BackupHolder, BackupOnPeer
+from gradstream.server.shard.backup_log import BackupLog
 from gradstream.server.shard.commands import Commands
 from gradstream.server.shard.config import ShardConfig
-from gradstream.server.shard.copies import ChunkCopies, Destination
+from gradstream.server.shard.copies import BackupPlace, ChunkCopies, OtherShard
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.fetch_handler import FetchHandler
-from gradstream.server.shard.first_shard import QuorumProtocol
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.instructions import Sender
 from gradstream.server.shard.kept_pushes import KeptPushes
 from gradstream.server.shard.pending_push import WaitNotifier
 from gradstream.server.shard.push_handler import PushHandler, PushPacer
-from gradstream.server.shard.state import ShardState
+from gradstream.server.shard.state import QuorumDecision, Sender, ShardState
 from gradstream.server.shard.store import ShardStore
-from gradstream.server.shard.tensor_sums import TensorSums
 from gradstream.server.shard.updates import Updates
 from gradstream.telemetry.events import Event
 from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, Placement, shards_of
-from gradstream.wire.frames import from_wire, to_wire
-
-# ---- handover ----------------------------------------------------------------------------
-# A new shard gets its chunks from the shards that have them: `HandoverSource` gives, `take_over` takes.
-#
-#     notice: holds ──▶ hold ──▶ updates under way end ──▶ copies of chunks ──▶ the new shard
-#     notice: switched ──▶ leave              notice: failed ──▶ thaw, and all that has come meanwhile happens
-#
-# A held shard keeps every event for later: it acknowledges nothing, and drops nothing. So a copy that it gives has
-# all that anybody knows of, and a push that comes meanwhile is either in nothing, or, after a thaw, in the
-# parameters.
-
-
-class HandoverSource:
-    """Serves "handover".
-
-    Args:
-        node: name of this shard.
-        executor: is held meanwhile.
-        commands: steps of a procedure, none of which is under way in a handover.
-        copies: makes the copies.
-        silence_s: a handover ends with DeadlineError if the new shard takes nothing for this long, in seconds.
-    """
-
-    def __init__(
-        self,
-        node: str,
-        executor: ShardExecutor,
-        commands: Commands,
-        copies: ChunkCopies,
-        silence_s: float,
-    ) -> None:
-        self._node = node
-        self._executor = executor
-        self._commands = commands
-        self._copies = copies
-        self._silence_s = silence_s
-        self._to: Placement | None = None
-
-    def hold(self, to: Placement) -> None:
-        """Holds the shard until it has handed over to the shards of another placement."""
-        self._to = to
-        self._executor.hold()
-
-    def thaw(self) -> None:
-        """Lets the shard go on."""
-        if self._to is not None:
-            self._to = None
-            self._executor.thaw()
-
-    async def serve(self, stream: Stream) -> None:
-        """Sends copies of the chunks that a new shard asks for.
-
-        Raises:
-            RefusedError: STALE_EPOCH where this shard does not hand over to the caller, as far as it knows; other codes
-                where it cannot.
-        """
-        request = v1.Handover.FromString(stream.opened.body)
-        self._check(stream.opened, request)
-        store, chunks = self._executor.store, list(request.chunks)
-        if not set(chunks) <= set(store.here) or len(set(chunks)) < len(chunks):
-            text = f"{stream.peer} asks for chunks {chunks[:8]}...; expected some of {store.here}, each once"
-            raise RefusedError(self._node, "BAD_REQUEST", text)
-        await self._executor.still()
-        async with self._commands.turn:
-            pass  # a step of a procedure that was under way is over, and no other begins
-        described = False
-        for chunk in chunks:
-            self._check(stream.opened, request)
-            copy = self._copies.of_chunk(chunk)
-            if copy is None:
-                continue
-            backup, spans = copy
-            if described:
-                backup.chunk.ClearField("pushes")  # they are those of the shard, not of the chunk
-            described = True
-            await stream.send(v1.Frame(body=v1.Body(data=backup.SerializeToString())))
-            for span in spans:
-                await stream.credit(self._silence_s)
-                async with self._executor.leases.turn(chunk):
-                    self._check(stream.opened, request)
-                    header = v1.Chunk(index=chunk, elems=len(span), dtype=to_wire(store.dtype))
-                    await stream.send(v1.Frame(chunk=header), span)
-        self._check(stream.opened, request)
-        data = self._copies.of_clocks().SerializeToString()
-        await stream.send(v1.Frame(body=v1.Body(data=data)))
-
-    def _check(self, opened: v1.Open, request: v1.Handover) -> None:
-        """Refuses a shard to which this one does not hand over, or not any more."""
-        to = self._to
-        if to is None or to.first != request.first or opened.sender not in to.names:
-            expected = "nobody" if to is None else ", ".join(to.names[:8])
-            text = f"{opened.sender} asks for chunks; this shard hands over to {expected}"
-            raise RefusedError(self._node, "STALE_EPOCH", text)
-
-
-async def take_over(
-    runtime: Runtime,
-    endpoint: Endpoint,
-    config: ShardConfig,
-    before: Placement,
-    here: Iterable[int],
-    destination: Destination,
-) -> None:
-    """Reads the chunks of a new shard from the shards that have them, from all at once.
-
-    Args:
-        runtime, endpoint: of the new shard.
-        config: of the new shard.
-        before: the shards that have the parameters.
-        here: numbers of the new shard's chunks.
-        destination: names the memory for each copy.
-
-    Raises:
-        What `load_copies` raises.
-    """
-
-    async def take(name: str, chunks: Iterable[int]) -> None:
-        request = v1.Handover(first=config.first, chunks=chunks)
-        await load_copies(
-            runtime,
-            endpoint,
-            name,
-            ("handover", request),
-            destination,
-            silence_s=config.silence_s,
-            retry_s=config.retry_s,
-        )
-
-    await runtime.gather(*(take(name, chunks) for name, chunks in before.divided(here).items()))
-
+from gradstream.wire.frames import from_wire
 
 # ---- service -----------------------------------------------------------------------------
 
@@ -191,7 +59,7 @@ class ShardService:
     Attributes:
         on_decision: called with each decision of a quorum.
         on_event: called with each event of the shard's arithmetic.
-        executor, commands, kept_pushes, copies, handover: exist once a model is registered.
+        executor, commands, kept_pushes, copies, inspection: exist once a model is registered.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
         tensor_sums: adds up sums over whole tensors with the other shards; None where the update rule needs none.
     """
@@ -202,7 +70,7 @@ class ShardService:
         self._config = config
         self._opened = asyncio.Event()
         self._holder: asyncio.Future[BackupHolder] = asyncio.get_running_loop().create_future()
-        self.quorum: QuorumProtocol | None = None
+        self.quorum: Quorum | None = None
         self.tensor_sums: TensorSums | None = None
         self.on_decision: Callable[[QuorumDecision], None] = lambda decision: None
         self.on_event: Callable[[Event], None] = lambda event: None
@@ -223,11 +91,6 @@ class ShardService:
     def state(self) -> ShardState:
         """The state machine of the shard, once a model is registered."""
         return self.executor.state
-
-    @property
-    def backup(self) -> ShardBackup | None:
-        """Backs up each update, once a model is registered; None if pushes are acknowledged without."""
-        return self.copies if isinstance(self.copies, ShardBackup) else None
 
     def place(self, placement: Placement) -> None:
         """Sets the placement of this shard, before `register`."""
@@ -273,54 +136,35 @@ class ShardService:
         if config.quorum is not None and store.here:  # who has no chunks has nothing to agree on
             whole = isinstance(config.rule.robust, WholeRule)
             measure = partial(self._measure, updates, config.quorum) if whole else None
-            self.quorum = QuorumProtocol(runtime, endpoint, config, chunks, self._decide, measure)
-        inspection = Inspection(endpoint.identity, store, self.executor.counters, config)
+            self.quorum = Quorum(runtime, endpoint, config, chunks, self._decide, measure)
+        self.inspection = inspection = Inspection(endpoint.identity, store, self.executor.counters, config)
         notifier = WaitNotifier(runtime, config.waiting_every_s, state)
-        self._inspection = inspection
         pacer = PushPacer() if config.rule.paced else None
         self.kept_pushes = KeptPushes(state, counts=not config.rule.by_round)
         self.executor.on_freed = self.kept_pushes.report
-        self.copies = self._make_copies(optimizer)
         self._pushes = PushHandler(
             runtime, self.executor, inspection, notifier, self.quorum, pacer, self.kept_pushes
         )
-        self._fetches = FetchHandler(
-            runtime, self.executor, inspection, notifier, config.silence_s, config.fetch_codec
-        )
+        encoder = None if config.fetch_codec is None else Encoder(config.fetch_codec, dtype)
+        self._fetches = FetchHandler(runtime, self.executor, inspection, notifier, config.silence_s, encoder)
         self.commands = Commands(runtime, self.executor)
-        self.handover = HandoverSource(
-            endpoint.identity.name, self.executor, self.commands, self.copies, config.silence_s
-        )
+        place = self._backup_place(optimizer)
+        self.copies = ChunkCopies(runtime, config, self.executor, self.commands, self.kept_pushes, place)
         endpoint.identity.fingerprint = model.fingerprint
         if opens:
             self.open()
 
-    def _make_copies(self, optimizer: Optimizer) -> ChunkCopies:
-        """The copies of the shard's chunks, and, where it keeps the backup of another shard, memory for that."""
-        config, runtime = self._config, self._runtime
+    def _backup_place(self, optimizer: Optimizer) -> BackupPlace | None:
+        """What keeps the backups of this shard, and, where this one keeps those of another, memory for them."""
+        config, runtime, owner = self._config, self._runtime, self._config.backed_up_here
         if config.acknowledge == "logged":
-            return ShardBackup(self.executor, self.kept_pushes, BackupLog(runtime, config.retry_s))
+            return BackupLog(runtime, config.retry_s)
         if config.acknowledge != "replicated":
-            return ChunkCopies(self.executor, self.kept_pushes)
-        owner = config.backed_up_here
-        self._holder.set_result(
-            BackupHolder(
-                runtime,
-                self.store.chunks,
-                config.placement.names[owner],
-                owner,
-                self.store.dtype,
-                optimizer.state_names,
-            )
-        )
-        place = BackupOnPeer(
-            runtime,
-            self._endpoint,
-            config.backup_holder,
-            silence_s=config.silence_s,
-            retry_s=config.retry_s,
-        )
-        return ShardBackup(self.executor, self.kept_pushes, place)
+            return None
+        name, chunks = config.placement.names[owner], self.store.chunks
+        states = optimizer.state_names
+        self._holder.set_result(BackupHolder(runtime, chunks, name, owner, self.store.dtype, states))
+        return BackupOnPeer(OtherShard(runtime, self._endpoint, config.backup_holder, config))
 
     def _update_rule(self, model: v1.ModelSpec) -> tuple[Optimizer, GroupedRule | None]:
         """The update rule of the run, or the rule that the workers bring."""
@@ -356,20 +200,12 @@ class ShardService:
             members: the members of the run.
             fenced: lost workers of which the shard keeps what it knows, and reports it.
         """
-        self._inspection.keep_senders(members)
+        self.inspection.members = frozenset(members)
         self.kept_pushes.keep(members, fenced)
         self.executor.keep_senders(members, self.kept_pushes.fenced)
         self.commands.keep_senders(members)
         self._pushes.keep_senders(members)
         self.kept_pushes.report()
-
-    def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
-        """Sets who may push for which lost worker, by rank."""
-        self._inspection.keep_stand_ins(stand_ins)
-
-    def keep_first(self, rank: int) -> None:
-        """Sets the highest rank whose worker may bring initial parameters: by default, any."""
-        self._inspection.keep_first(rank)
 
     def open(self) -> None:
         """Begins to serve."""
@@ -397,32 +233,16 @@ class ShardService:
     async def _command(self, stream: Stream) -> None:
         await self._admitted(stream)
         request = v1.Command.FromString(stream.opened.body)
-        self._inspection.check_command(stream.opened.sender, request)
+        self.inspection.check_command(stream.opened.sender, request)
         result = await self.commands.carry_out(stream.opened.sender, stream.opened.incarnation, request)
-        if self.backup is not None and request.kind != v1.Command.STEP:
-            await self.backup.keep_clocks()
+        if request.kind != v1.Command.STEP:
+            await self.copies.keep_clocks()
         data = result.SerializeToString()
         await stream.send(v1.Frame(body=v1.Body(data=data)))
 
     async def _hand_over(self, stream: Stream) -> None:
         await self._opened.wait()
-        await self.handover.serve(stream)
-
-    async def take_over(self, before: Placement, members: Mapping[str, int]) -> None:
-        """Gets this shard's chunks from the shards of another placement, and has them backed up.
-
-        Args:
-            before: the shards that have the parameters.
-            members: incarnation of each member of the run, by name.
-
-        Raises:
-            GradstreamError: a shard does not give them, or what it gives does not fit.
-        """
-        take = partial(take_over, self._runtime, self._endpoint, self._config, before, self.store.here)
-        await self.copies.restore(take, members)
-        if self.backup is not None:
-            await self.backup.place.clear()
-            await self.backup.keep_all()
+        await self.copies.hand_over(stream)
 
     async def _keep_backup(self, stream: Stream) -> None:
         holder = await asyncio.shield(self._holder)
@@ -435,5 +255,5 @@ class ShardService:
     async def _admitted(self, stream: Stream) -> None:
         """Holds a stream back until the model is registered, and then checks its sender."""
         await self._opened.wait()
-        self._inspection.check_model(stream.opened)
-        self._inspection.check_member(stream.opened)
+        self.inspection.check_model(stream.opened)
+        self.inspection.check_member(stream.opened)

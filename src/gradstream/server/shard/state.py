@@ -1,4 +1,4 @@
-"""The shard as a state machine: events in, instructions (`instructions.py`) out, no I/O and no arithmetic.
+"""The shard as a state machine: events in, instructions out, no I/O and no arithmetic.
 
 Each chunk stands alone. It is idle or being updated; an update takes time, so pushes that arrive meanwhile wait in a
 queue. A push is exactly-once per (sender, incarnation, sequence, chunk). A second copy is answered DUPLICATE if the
@@ -11,7 +11,7 @@ Where the rule says that an update is not complete, the pushes that are due join
 stays. A fetch with `FetchTerms.flush` has the sum applied although no more pushes will come. With a lockstep rule
 the sum belongs to one clock, and is complete once every worker that takes part has pushed for that clock.
 
-Where a quorum makes each update (`quorum.py`), chunks do not decide alone: the rule sees the pushes of a round once
+Where a quorum makes each update (`agreement.py`), chunks do not decide alone: the rule sees the pushes of a round once
 the quorum's decision has named their workers, and the shard drops the other pushes.
 
 Sources: Dean et al. 2012 (Downpour's parameter server); Li et al. 2014 (vector clocks per range; a version and a
@@ -22,24 +22,114 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
-from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.instructions import (
-    Acknowledge,
-    Apply,
-    Instruction,
-    Outcome,
-    Parked,
-    Release,
-    Sender,
-    Supersede,
-    Token,
-)
 from gradstream.server.shard.passes import ChunkProcedure, Clocks
 from gradstream.wire.window import SequenceWindow
+
+# ---- instructions ------------------------------------------------------------------------
+# What the state machine has the executor do.
+
+Token = Hashable
+
+Sender = tuple[str, int]
+"""Name and incarnation of a node that pushes."""
+
+Outcome = Literal["applied", "duplicate", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """One chunk of a push that waits for its update.
+
+    Args:
+        header: the chunk's header.
+        token: identifies the push, with its elements and the stream that waits for the result.
+        assign: whether the push brings initial parameters, for a chunk that has none yet.
+    """
+
+    header: PushHeader
+    token: Token
+    assign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Compute this update, then call `applied(chunk)`.
+
+    Args:
+        chunk: number of the chunk.
+        update: pushes to add up; none where only the sum is to be applied.
+        step: number of the update on this chunk, from 1.
+        lr: learning rate of the update, and of the sum: the first rate above 0 among its pushes, and the weight of each
+            push contains the push's own rate divided by this one. Under a robust rule the median of the rates.
+        summed: number of pushes in the chunk's sum, which these pushes join.
+        completes: whether to apply the sum with these pushes; else they only join it.
+        distances: those of the quorum's decision, if it has any.
+    """
+
+    chunk: int
+    update: tuple[Parked, ...]
+    step: int
+    lr: float = 0.0
+    summed: int = 0
+    completes: bool = True
+    distances: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the sender the outcome of its chunk. A push that has joined a sum counts as applied."""
+
+    token: Token
+    chunk: int
+    sequence: int
+    outcome: Outcome
+    version: int
+    staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Send this chunk to the fetch, as it is at that time."""
+
+    token: Token
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Supersede:
+    """End the stream of this push: a retry waits in its place on a chunk, with the header and elements of the first."""
+
+    token: Token
+    chunk: int
+    retry: Token
+
+
+Instruction = Apply | Acknowledge | Release | Supersede
+
+
+# ---- state machine -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumDecision:
+    """The pushes of the workers of these ranks, and no others, make the update of this round.
+
+    Args:
+        round: number of the round.
+        ranks: ranks of the workers.
+        distances: squared distances of their contributions, where their weights depend on them; see
+            `robust.weights_of`.
+    """
+
+    round: int
+    ranks: tuple[int, ...]
+    distances: tuple[float, ...] = ()
+
 
 DECISIONS_KEPT = 64
 """Decisions that the shard keeps, for retries of pushes whose answer was lost."""

@@ -196,6 +196,11 @@ class ShardStore:
         spans = [self.span(vector, chunk) for vector in (self.parameters, *self.state.values())]
         return [*spans, self._scratch.all]
 
+    def _tensors(self, chunk: int) -> dict[str, torch.Tensor]:
+        """A chunk of every vector, by name: "" for the parameters."""
+        vectors = {"": self.parameters, **self.state}
+        return {name: self.span(vector, chunk).tensor for name, vector in vectors.items()}
+
     def sum_spans(self, chunk: int) -> list[Span]:
         """All memory that `gather` writes, and that an update with a sum reads."""
         if self._sums is None:
@@ -243,12 +248,9 @@ class ShardStore:
     def partial_sums(self, chunk: int, step: int) -> list[Piece]:
         """The sums that the update rule needs for an update with a chunk's sum, over the chunk."""
         assert self._grouped is not None
-        parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
-        gradient = self.sum_spans(chunk)[0].tensor
-        named = dict(zip(self.state, state, strict=True))
-        return self._grouped.partial_sums(
-            self.chunks.bounds(chunk)[0], parameters, gradient, named, step=step
-        )
+        state, gradient = self._tensors(chunk), self.sum_spans(chunk)[0].tensor
+        offset = self.chunks.bounds(chunk)[0]
+        return self._grouped.partial_sums(offset, state.pop(""), gradient, state, step=step)
 
     def update(
         self,
@@ -283,14 +285,14 @@ class ShardStore:
             NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
         """
         total, bound = self._total(chunk, parts, weights, bound=bound, summed=summed)
-        parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
-        named = dict(zip(self.state, state, strict=True))
+        vectors = self._tensors(chunk)
+        state = dict(vectors)
+        parameters = state.pop("")
         if self._grouped is None:
-            self._optimizer.apply(parameters, total, named, lr=lr, step=step)
+            self._optimizer.apply(parameters, total, state, lr=lr, step=step)
         else:
             offset = self.chunks.bounds(chunk)[0]
-            self._grouped.apply(offset, parameters, total, named, tensor_sums, lr=lr, step=step)
-        vectors = {"": parameters, **named}
+            self._grouped.apply(offset, parameters, total, state, tensor_sums, lr=lr, step=step)
         self.headroom.updated(chunk, vectors, bound, where=f"chunk {chunk}", lr=lr, step=step)
         return total
 
@@ -346,18 +348,19 @@ class ShardStore:
         Raises:
             NonFiniteError: as in `update`.
         """
-        vectors = [span.tensor for span in self.update_spans(chunk)[:-1]]
-        parameters, *state = some = [vector[elements] for vector in vectors]
-        named = dict(zip(self.state, state, strict=True))
+        vectors = self._tensors(chunk)
+        some = {name: vector[elements] for name, vector in vectors.items()}
+        state = dict(some)
+        parameters = state.pop("")
         if self._grouped is None:
-            self._optimizer.apply(parameters, gradient, named, lr=lr, step=step)
+            self._optimizer.apply(parameters, gradient, state, lr=lr, step=step)
         else:
             places = elements + self.chunks.bounds(chunk)[0]
-            self._grouped.apply_some(places, parameters, gradient, named, lr=lr, step=step)
-        check_updated(some, f"chunk {chunk}", lr, step)
+            self._grouped.apply_some(places, parameters, gradient, state, lr=lr, step=step)
+        check_updated(some.values(), f"chunk {chunk}", lr, step)
         self.headroom.forget(chunk)
-        for vector, changed in zip(vectors, some, strict=True):
-            vector[elements] = changed
+        for name, vector in vectors.items():
+            vector[elements] = some[name]
 
 
 def _add_up(

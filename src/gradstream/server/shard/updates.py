@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,11 +21,11 @@ from gradstream.optim.groups import Piece
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.correction import SenderStates
-from gradstream.server.robust import CoordinateRule, RobustRule, WholeRule
+from gradstream.server.robust import CoordinateRule, RobustRule, WholeRule, add_distances, weights_of
 from gradstream.server.rows import Part, RowPart, row_sum
-from gradstream.server.shard.instructions import Apply
+from gradstream.server.shard.agreement import TensorSums
+from gradstream.server.shard.state import Apply
 from gradstream.server.shard.store import ShardStore
-from gradstream.server.shard.tensor_sums import DistanceTable, TensorSums, weights_of
 from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
 
 SecondPass = Callable[[], torch.Tensor | None]
@@ -33,6 +34,7 @@ BRIEF_ELEMS = 1 << 18
 """An update of at most this many elements takes less time than handing it to another thread."""
 
 
+@dataclass(eq=False)
 class Updates:
     """Computes updates on the node's arithmetic thread, one of a chunk at a time.
 
@@ -45,26 +47,17 @@ class Updates:
         noise: gets the squares of gradients, where they are measured; else None.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        store: ShardStore,
-        rule: AggregationRule,
-        senders: SenderStates | None,
-        tensor_sums: TensorSums | None = None,
-        noise: NoiseMeter | None = None,
-    ) -> None:
-        self._runtime = runtime
-        self._store = store
-        self._rule = rule
-        self._senders = senders
-        self._tensor_sums = tensor_sums
-        self._noise = noise
-        self._largest: PushHeader | None = None  # of all pushes so far, by its rate times its length
+    runtime: Runtime
+    store: ShardStore
+    rule: AggregationRule
+    senders: SenderStates | None
+    tensor_sums: TensorSums | None = None
+    noise: NoiseMeter | None = None
+    _largest: PushHeader | None = None  # of all pushes so far, by its rate times its length
 
     def changes_nothing(self, due: Apply) -> bool:
         """Whether there is nothing to compute, as for most chunks of a push of some rows."""
-        if self._store.changed is None or not due.update or due.summed:
+        if self.store.changed is None or not due.update or due.summed:
             return False
         return all(held.header.empty for held in due.update)
 
@@ -79,7 +72,7 @@ class Updates:
         Returns:
             The second pass; None where the rule needs no sums.
         """
-        sums, chunk, store, robust = self._tensor_sums, due.chunk, self._store, self._rule.robust
+        sums, chunk, store, robust = self.tensor_sums, due.chunk, self.store, self.rule.robust
         if sums is None or not due.update or due.update[0].assign:
             return None
         present, weights = _present(due), self._usable_weights(due)
@@ -101,7 +94,7 @@ class Updates:
             if isinstance(robust, WholeRule) and robust.centred:
                 writes += [store.centre_span(chunk)]
             work, none = _priced("apply", len(reads[0]) * len(parts)), list[Piece]()
-            pieces = await self._runtime.compute(
+            pieces = await self.runtime.compute(
                 gather, work=work, reads=reads, writes=writes, shape_only=none
             )
         total = await sums.total(chunk, due.step, pieces or ())
@@ -111,8 +104,8 @@ class Updates:
 
     async def finish(self, due: Apply, second: SecondPass) -> None:
         """Carries out the second pass of `prepare`. The caller keeps readers away meanwhile."""
-        spans = [*self._store.update_spans(due.chunk), *self._store.sum_spans(due.chunk)]
-        square = await self._runtime.compute(
+        spans = [*self.store.update_spans(due.chunk), *self.store.sum_spans(due.chunk)]
+        square = await self.runtime.compute(
             lambda _: self._square(due, second()),
             work=_priced("apply", len(spans[0])),
             writes=spans,
@@ -134,7 +127,7 @@ class Updates:
             if self._largest is None or _reach(one) > _reach(self._largest):
                 self._largest = one
         rows = [part for part in parts if isinstance(part, RowPart)]
-        alone = due.completes and not due.summed and self._senders is None
+        alone = due.completes and not due.summed and self.senders is None
         if due.update and due.update[0].assign:
             await self._assign(due.chunk, self._whole(due.chunk, parts[0]))
         elif rows and len(rows) == len(parts) and alone:
@@ -153,7 +146,7 @@ class Updates:
         pushes = list(zip(_present(due), self._weights(due), strict=True))
         if not pushes:
             return error
-        largest, bound = self._largest, math.sqrt(torch.finfo(self._store.dtype).max)
+        largest, bound = self._largest, math.sqrt(torch.finfo(self.store.dtype).max)
         reach = max(_reach(one) for one, _ in pushes)
         if (
             largest is not None
@@ -184,16 +177,16 @@ class Updates:
 
     def keep_senders(self, names: Collection[str]) -> None:
         """Frees the state of the correction for all other senders."""
-        if self._senders is not None:
-            self._senders.keep_senders(names)
+        if self.senders is not None:
+            self.senders.keep_senders(names)
 
     async def note_read(self, sender: str, chunk: int, version: int, fetch: tuple[int, int]) -> None:
         """Copies a chunk that a sender reads, where the correction of the sender's next push needs it."""
-        place = None if self._senders is None else self._senders.place(sender, chunk, version, fetch)
+        place = None if self.senders is None else self.senders.place(sender, chunk, version, fetch)
         if place is None:
             return
-        span = self._store.span(self._store.parameters, chunk)
-        await self._runtime.compute(
+        span = self.store.span(self.store.parameters, chunk)
+        await self.runtime.compute(
             lambda _: place.tensor.copy_(span.tensor),
             work=_priced("copy", len(span)),
             reads=[span],
@@ -201,8 +194,8 @@ class Updates:
         )
 
     async def _assign(self, chunk: int, elements: torch.Tensor) -> None:
-        store = self._store
-        await self._runtime.compute(
+        store = self.store
+        await self.runtime.compute(
             lambda _: store.parameters_of(chunk).copy_(elements),
             work=_priced("apply", len(elements)),
             writes=store.update_spans(chunk),
@@ -212,7 +205,7 @@ class Updates:
             store.changed.note(chunk, None, 0)
 
     async def _update(self, due: Apply, pushed: Sequence[torch.Tensor]) -> None:
-        chunk, store, summed = due.chunk, self._store, due.summed > 0
+        chunk, store, summed = due.chunk, self.store, due.summed > 0
         present, weights = _present(due), self._usable_weights(due)
         vector = present[0].vector if present else ""
         parameters = store.span(store.parameters, chunk)
@@ -220,11 +213,11 @@ class Updates:
         reads, writes = ([], store.update_spans(chunk)) if due.completes else ([parameters], list[Span]())
         if summed or not due.completes:
             writes += store.sum_spans(chunk)
-        if self._senders is not None:
+        if self.senders is not None:
             corrected = [one for one in present if not one.redone]
-            writes += [span for one in corrected for span in self._senders.spans(one, chunk)]
+            writes += [span for one in corrected for span in self.senders.spans(one, chunk)]
 
-        robust = self._rule.robust
+        robust = self.rule.robust
         if isinstance(robust, WholeRule) and robust.centred:
             writes += [store.centre_span(chunk)]
 
@@ -236,7 +229,7 @@ class Updates:
                     store.update(chunk, [total], [1.0], lr=due.lr, step=due.step)
                 return math.inf
             lengths = [
-                math.inf if self._senders else one.length for one in present
+                math.inf if self.senders else one.length for one in present
             ]  # a correction changes them
             bound = math.fsum(abs(weight) * one for weight, one in zip(weights, lengths, strict=True))
             if not due.completes:
@@ -250,32 +243,32 @@ class Updates:
             return self._square(due, total)
 
         work = _priced("apply", len(parameters) * max(1, len(pushed)))
-        square = await self._runtime.compute(
+        square = await self.runtime.compute(
             arithmetic, work=work, reads=reads, writes=writes, shape_only=math.inf
         )
         self._note_squares(due, square)
-        if self._senders is not None:
+        if self.senders is not None:
             for one in (one for one in present if not one.redone):
-                self._senders.used(one, chunk)
+                self.senders.used(one, chunk)
         if store.changed is not None and due.completes:
             store.changed.note(chunk, None, due.step)
 
     def _square(self, due: Apply, total: torch.Tensor | None) -> float:
         """The square of the gradient of an update that is measured; infinite for another."""
-        if total is None or self._noise is None or not self._noise.due(due.step):
+        if total is None or self.noise is None or not self.noise.due(due.step):
             return math.inf
         return length(total) ** 2
 
     def _note_squares(self, due: Apply, joined: float) -> None:
         """Reports the squares of an update that is measured; those of contributions were found when they arrived."""
-        if self._noise is None or not self._noise.due(due.step):
+        if self.noise is None or not self.noise.due(due.step):
             return
         present, weights = _present(due), self._weights(due)
         here = [
             Contribution(one.samples, weight, one.length**2)
             for one, weight in zip(present, weights, strict=True)
         ]
-        self._noise.add(due.step, [one.samples for one in present], here, joined)
+        self.noise.add(due.step, [one.samples for one in present], here, joined)
 
     def _combine(
         self,
@@ -296,7 +289,7 @@ class Updates:
         for one, part, scale in zip(present, parts, scales, strict=True):
             total.add_(part, alpha=shares[one.rank] * scale)
         if robust.centred:
-            centre = self._store.centre_span(due.chunk).tensor
+            centre = self.store.centre_span(due.chunk).tensor
             total.add_(centre, alpha=1.0 - math.fsum(shares.values()))
             centre.copy_(total)
         return total
@@ -304,28 +297,28 @@ class Updates:
     async def measure(
         self, contributions: Mapping[int, Sequence[tuple[PushHeader, Part | None]]], num_workers: int
     ) -> list[float]:
-        """Squared distances of the contributions of a round over this shard's chunks, as in `DistanceTable`."""
-        robust, store = self._rule.robust, self._store
+        """Squared distances of the contributions of a round over this shard's chunks: see `add_distances`."""
+        robust, store = self.rule.robust, self.store
         assert isinstance(robust, WholeRule)
 
         def arithmetic(_: object) -> list[float]:
-            table = DistanceTable(num_workers)
+            table = torch.zeros(1 + num_workers, 1 + num_workers, dtype=torch.float64)
             for chunk, came in contributions.items():
                 parts: list[torch.Tensor | None] = [None] * num_workers
                 for header, part in reversed(
                     came
                 ):  # of several of a worker, the first counts: see `SynchronousRound`
                     if part is not None:
-                        (scale,) = self._rule.weights(header.round, [header])
+                        (scale,) = self.rule.weights(header.round, [header])
                         parts[header.rank] = self._whole(chunk, part) * scale
-                table.add(
-                    parts, store.centre_span(chunk).tensor if robust.centred else None, pairs=robust.pairs
-                )
-            return table.flat
+                centre = store.centre_span(chunk).tensor if robust.centred else None
+                add_distances(table, parts, centre, pairs=robust.pairs)
+            numbers: list[float] = table.flatten().tolist()
+            return numbers
 
         passes = num_workers * (num_workers - 1) // 2 if robust.pairs else num_workers
         elems = sum(len(store.parameters_of(chunk)) for chunk in contributions)
-        return await self._runtime.compute(
+        return await self.runtime.compute(
             arithmetic,
             work=Work("reduce", elems=passes * elems),
             reads=[store.centre_span(chunk) for chunk in contributions] if robust.centred else (),
@@ -334,7 +327,7 @@ class Updates:
 
     async def _update_rows(self, due: Apply, parts: Sequence[RowPart]) -> None:
         """Updates only the rows that the pushes contain."""
-        store, changed = self._store, self._store.changed
+        store, changed = self.store, self.store.changed
         assert changed is not None
         chunk, rows, weights = due.chunk, changed.rows, self._usable_weights(due)
 
@@ -344,7 +337,7 @@ class Updates:
             store.update_some(chunk, elements, total.values, lr=due.lr, step=due.step)
             return total.numbers
 
-        numbers = await self._runtime.compute(
+        numbers = await self.runtime.compute(
             arithmetic,
             work=_priced("apply", sum(len(part.values) for part in parts)),
             writes=store.update_spans(chunk),
@@ -355,17 +348,17 @@ class Updates:
         """All elements of a chunk: 0 in rows that were not pushed."""
         if not isinstance(part, RowPart):
             return part
-        assert self._store.changed is not None
-        start, stop = self._store.chunks.bounds(chunk)
+        assert self.store.changed is not None
+        start, stop = self.store.chunks.bounds(chunk)
         out = part.values.new_zeros(stop - start)
-        out[self._store.changed.rows.elements(chunk, part.numbers)] = part.values
+        out[self.store.changed.rows.elements(chunk, part.numbers)] = part.values
         return out
 
     def _weights(self, due: Apply) -> list[float]:
         """The weight of each push that is not empty: the rule's, times the push's rate over the rate of the update."""
         headers = [held.header for held in due.update]
-        weights = self._rule.weights(due.step - 1, headers) if headers else ()
-        scaled = self._store.has_rate and due.lr and self._rule.robust is None  # else all count alike
+        weights = self.rule.weights(due.step - 1, headers) if headers else ()
+        scaled = self.store.has_rate and due.lr and self.rule.robust is None  # else all count alike
         return [
             weight * (one.lr / due.lr if scaled else 1.0)
             for weight, one in zip(weights, headers, strict=True)
@@ -375,7 +368,7 @@ class Updates:
     def _usable_weights(self, due: Apply) -> list[float]:
         """The weights. Raises NonFiniteError where one is too large for the dtype: rates are too far apart."""
         weights = self._weights(due)
-        if not all(abs(weight) <= torch.finfo(self._store.dtype).max for weight in weights):
+        if not all(abs(weight) <= torch.finfo(self.store.dtype).max for weight in weights):
             raise NonFiniteError(f"update {due.step}, chunk {due.chunk}: the weight of a push has overflowed")
         return weights
 
@@ -387,10 +380,10 @@ class Updates:
         parameters: torch.Tensor,
     ) -> Sequence[torch.Tensor]:
         """The corrected elements of each push. A push that is redone was computed on parameters just fetched."""
-        if self._senders is None:
+        if self.senders is None:
             return pushed
         return [
-            elements if one.redone else self._senders.corrected(one, chunk, elements, parameters)
+            elements if one.redone else self.senders.corrected(one, chunk, elements, parameters)
             for one, elements in zip(present, pushed, strict=True)
         ]
 

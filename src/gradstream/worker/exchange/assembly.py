@@ -35,7 +35,7 @@ from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import FirstLook, GroupExchange
 from gradstream.worker.exchange.peers import PeerExchange
-from gradstream.worker.exchange.server import Remainders, codec_state
+from gradstream.worker.exchange.server import Remainders, codec_state, encoder_of
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
@@ -48,7 +48,7 @@ from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.coded_sums import CodedSums, LowRankSums
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.group_setup import GroupSetup
-from gradstream.worker.replica.peer import CodedWay, PeerReplica
+from gradstream.worker.replica.peer import PeerReplica
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import LocalRule, Updater
 from gradstream.worker.schedule import Schedule
@@ -139,21 +139,13 @@ class Assembly:
                 config.run.job.seed,
                 strategy,
                 lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
-                self._coded_way(),
+                encoder_of(context, self._remainders),
                 transfers,
                 member.emit,
             ),
             restores=resume is not None and resume.replicas == config.run.replicas,
             chunk_elems=config.chunk_elems,
         )
-
-    def _coded_way(self) -> CodedWay | None:
-        config, runtime, kept = self._config, self._context.runtime, self._remainders
-        if kept is None or config.run.codec is None or isinstance(config.run.codec, PowerSGD):
-            return None
-        layout = config.model.layout
-        seed = f"{config.run.job.seed}/{runtime.node}"
-        return CodedWay(runtime, config.run.codec, layout.elems, layout.dtype, seed, kept.vectors)
 
     # ---- through a group ----------------------------------------------------------------
 
@@ -254,12 +246,9 @@ class Assembly:
         )
 
     def _coded(self, group: Group, buckets: Buckets) -> CodedSums | None:
-        config, runtime, kept = self._config, self._context.runtime, self._remainders
-        if kept is None or config.run.codec is None or isinstance(config.run.codec, PowerSGD):
-            return None
-        dtype, seed = config.model.layout.dtype, f"{config.run.job.seed}/{runtime.node}"
-        state = {name: kept.vectors[name] for name in config.run.codec.state_names}
-        return CodedSums(runtime, group, buckets.bounds, config.run.codec, dtype, seed, state)
+        context = self._context
+        encoder = encoder_of(context, self._remainders)
+        return None if encoder is None else CodedSums(context.runtime, group, buckets.bounds, encoder)
 
     def _noise(self, group: Group) -> NoiseMeter:
         parts = self._config.run.parts

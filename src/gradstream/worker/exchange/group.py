@@ -457,7 +457,7 @@ class _GroupSnapshot:
             folder: folder of the checkpoint.
             carried: what need not be read.
             whole: whether to read all.
-            state, version: as for `ShardSnapshot.restore`.
+            state, version: as for `ChunkCopies.load_checkpoint`.
         """
         setup, manifest = self._replica.setup, Manifest.decode(storage.read(f"{folder}/{STATE}"))
         notes = [v1.Procedure.FromString(b64decode(text)).note for text in manifest.procedures if state]

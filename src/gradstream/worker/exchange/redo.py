@@ -25,7 +25,7 @@ from gradstream.memory import Vector
 from gradstream.model.base import Batch
 from gradstream.runtime.base import Work
 from gradstream.server.client.client import ServerClient
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.wire import v1
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.exchange.base import ExchangeContext

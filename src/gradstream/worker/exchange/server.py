@@ -11,7 +11,7 @@ import torch
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.own_tensors import answering, read_own
-from gradstream.codec.base import Codec
+from gradstream.codec.base import Codec, Encoder
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.progress import receipt_of
 from gradstream.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
-from gradstream.server.client.push import PushCodec, SettledPushes
+from gradstream.server.client.push import SettledPushes
 from gradstream.server.rows import RowMap
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
@@ -28,7 +28,7 @@ from gradstream.telemetry.wait_attribution import TrafficReports
 from gradstream.transport.base import Endpoint
 from gradstream.untrusted import say
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap, Placement
+from gradstream.wire.chunks import Placement
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.redo import Redos
 from gradstream.worker.gradient import GradientSource
@@ -147,7 +147,7 @@ def server_exchange(
         strategy,
         make,
         rows,
-        _codec_of(context, remainders),
+        encoder_of(context, remainders),
     )
     if config.losses.stands_in:
         kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
@@ -157,14 +157,14 @@ def server_exchange(
     return exchange
 
 
-def _codec_of(context: ExchangeContext, kept: Remainders | None) -> Callable[[ChunkMap], PushCodec] | None:
-    """Makes what encodes this worker's pushes, for a chunk map; None where they are not encoded."""
-    config = context.config
-    if kept is None or config.run.codec is None or isinstance(config.run.codec, PowerSGD):
+def encoder_of(context: ExchangeContext, kept: Remainders | None) -> Encoder | None:
+    """Encodes what this worker exchanges; None where its codec encodes nothing by itself."""
+    config, codec = context.config, context.config.run.codec
+    if kept is None or codec is None or isinstance(codec, PowerSGD):
         return None
-    runtime, codec, dtype = context.runtime, config.run.codec, config.model.layout.dtype
-    seed = f"{config.run.job.seed}/{runtime.node}"
-    return lambda chunks: PushCodec(runtime, chunks, codec, dtype, seed, kept.vectors)
+    state = {name: kept.vectors[name] for name in codec.state_names}
+    seed = f"{config.run.job.seed}/{context.runtime.node}"
+    return Encoder(codec, config.model.layout.dtype, seed, state)
 
 
 class ServerExchange(Exchange):
@@ -175,7 +175,7 @@ class ServerExchange(Exchange):
         strategy: strategy of the run.
         replica: makes the replica for a client of all shards.
         rows: rows of the model, where only changed rows are exchanged; else None.
-        codec: makes what encodes pushes, for the chunk map; None where they are not encoded.
+        encoder: encodes what is pushed; None where it is not encoded.
     """
 
     replica: ServerReplica
@@ -188,7 +188,7 @@ class ServerExchange(Exchange):
         strategy: ServerStrategy,
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
-        codec: Callable[[ChunkMap], PushCodec] | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         super().__init__(context)
         self._strategy = strategy
@@ -223,7 +223,7 @@ class ServerExchange(Exchange):
             links,
             back_buffer,
             None if rows is None else RowMap.of(chunks, rows),
-            None if codec is None else codec(chunks),
+            encoder,
             config.run.fetch_codec,
         )
         self._layout = layout

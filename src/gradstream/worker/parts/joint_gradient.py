@@ -11,7 +11,7 @@ from typing import Any
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, Work
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.wire import v1
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import JointSource

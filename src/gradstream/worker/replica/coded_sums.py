@@ -26,13 +26,13 @@ Adam", 2021 (there the error of the sum is a vector of its own).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
 
-from gradstream.codec.base import WORD, Codec, check_dtype, seed_of, words_of
+from gradstream.codec.base import DTYPE, WORD, Encoder, seed_of
 from gradstream.codec.feedback import sparse_part
 from gradstream.codec.low_rank import MatrixPlace, PowerSGD, orthonormal
 from gradstream.collectives.group import Group, SwappingGroup, slice_of
@@ -57,13 +57,10 @@ class CodedSums:
         runtime: runtime of the worker's node.
         group: the workers.
         bounds: [start, stop) of the buckets.
-        codec: the codec.
-        dtype: dtype of the model.
-        seed: of the codec's random numbers, other for each worker.
-        state: what the codec keeps, by name, from one group to the next.
+        encoder: this worker's; what its codec keeps goes on from one group to the next.
 
     Raises:
-        ConfigError: as `check_dtype`; or encoding would take more bytes than it saves.
+        ConfigError: encoding would take more bytes than it saves.
     """
 
     def __init__(
@@ -71,32 +68,28 @@ class CodedSums:
         runtime: Runtime,
         group: Group,
         bounds: Sequence[tuple[int, int]],
-        codec: Codec,
-        dtype: torch.dtype,
-        seed: str,
-        state: Mapping[str, Vector],
+        encoder: Encoder,
     ) -> None:
-        check_dtype(codec, dtype)
+        codec = encoder.codec
         self._runtime = runtime
         self._group = group
         self._swaps: SwappingGroup | None = None
         if isinstance(group, SwappingGroup) and group.size > 2 and getattr(codec, "dense", False):
             self._swaps = group
-        self._codec = codec
+        self._encoder = encoder
         self._sparse = sparse_part(codec)
-        self._seed = seed
-        self._state = state
-        self._check_bytes(bounds[-1][1], dtype.itemsize)
+        self._check_bytes(bounds[-1][1])
         most = max(stop - start for start, stop in bounds)
         self._parts = group.allocate(self._part_words(most) * group.size, WORD, "encoded")
-        self._decoded: Vector = runtime.memory.allocate(min(most, BLOCK_ELEMS), dtype, "decoded")
+        self._decoded: Vector = runtime.memory.allocate(min(most, BLOCK_ELEMS), DTYPE, "decoded")
 
-    def _check_bytes(self, elems: int, itemsize_bytes: int) -> None:
-        size, coded, whole = self._group.size, self._codec.encoded_bytes(elems), elems * itemsize_bytes
+    def _check_bytes(self, elems: int) -> None:
+        codec, size, whole = self._encoder.codec, self._group.size, elems * DTYPE.itemsize
+        coded = codec.encoded_bytes(elems)
         sent = 2 * (size - 1) * coded // size if self._swaps is not None else (size - 1) * coded
         if size > 1 and sent >= 2 * (size - 1) * whole // size:
             raise ConfigError(
-                f"codec={self._codec} in a group of {size} workers would send {sent:,} bytes a step, where a ring "
+                f"codec={codec} in a group of {size} workers would send {sent:,} bytes a step, where a ring "
                 f"sends {2 * (size - 1) * whole // size:,}; take a smaller codec, or leave codec out"
             )
 
@@ -111,7 +104,7 @@ class CodedSums:
 
     def _part_words(self, elems: int) -> int:
         longest = max(stop - start for start, stop in self._slices(elems))
-        words = 1 + sum(words_of(self._codec, stop - start) for start, stop in _blocks(longest))
+        words = 1 + sum(self._encoder.words(stop - start) for start, stop in _blocks(longest))
         return -(-words // PART_WORDS) * PART_WORDS
 
     # ---- sums -----------------------------------------------------------------------------
@@ -173,12 +166,9 @@ class CodedSums:
         into, at, first = bucket.parts[number], 1, bucket.span.start + bucket.slices[number][0]
         into[0] = 0.0 if sound else math.nan
         for start, stop in _blocks(len(values)) if sound else ():
-            here = slice(first + start, first + stop)
-            state = {name: kept.tensor[here] for name, kept in self._state.items()}
-            encoded = into[at:].view(torch.uint8)[: self._codec.encoded_bytes(stop - start)]
-            seed = seed_of(self._seed, bucket.step, here.start)
-            self._codec.encode(values[start:stop], encoded, state, seed=seed)
-            at += words_of(self._codec, stop - start)
+            end = at + self._encoder.words(stop - start)
+            self._encoder.encode(values[start:stop], into[at:end], start=first + start, number=bucket.step)
+            at = end
 
     def _decode(self, bucket: _Bucket, number: int, into: torch.Tensor, *, add: bool) -> None:
         """Overwrites elements by what a part has, or adds that to them. NaN where its sender's were not finite."""
@@ -187,32 +177,31 @@ class CodedSums:
             into.fill_(math.nan)
             return
         for start, stop in _blocks(len(into)):
-            encoded = part[at:].view(torch.uint8)[: self._codec.encoded_bytes(stop - start)]
+            end = at + self._encoder.words(stop - start)
             try:
-                self._decode_block(encoded, into[start:stop], add=add)
+                self._decode_block(part[at:end], into[start:stop], add=add)
             except DataError as error:
                 sender = self._group.names[number]
                 raise DataError(f"the part of {sender} in step {bucket.step}: {error}") from error
-            at += words_of(self._codec, stop - start)
+            at = end
 
-    def _decode_block(self, encoded: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
+    def _decode_block(self, words: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
         if not add:
-            self._codec.decode(encoded, into)
+            self._encoder.decode(words, into)
         elif self._sparse is not None:
-            places, values = self._sparse.entries(encoded, len(into))
+            places, values = self._sparse.entries(self._encoder.coded(words, len(into)), len(into))
             into[places] += values
         else:
             decoded = self._decoded.tensor[: len(into)]
-            self._codec.decode(encoded, decoded)
+            self._encoder.decode(words, decoded)
             into.add_(decoded)
 
     async def _compute(self, work: Callable[[object], None], bucket: _Bucket, parts: Span) -> None:
         span = bucket.span
-        kept = [one[span.start : span.stop] for one in self._state.values()]
         await self._runtime.compute(
             work,
             work=Work("reduce", elems=len(span)),
-            writes=[span, parts, self._decoded.all, *kept],
+            writes=[span, parts, self._decoded.all, *self._encoder.kept(span.start, span.stop)],
             lane="exchange",
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.replica.updater import Factors
 

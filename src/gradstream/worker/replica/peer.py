@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 
-from gradstream.codec.base import WORD, Codec, check_dtype, seed_of, words_of
+from gradstream.codec.base import WORD, Encoder
 from gradstream.collectives.meetings import Meetings
 from gradstream.errors import DataError
 from gradstream.memory import Span, Vector
 from gradstream.model.base import finite
-from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.base import Work
 from gradstream.strategies import api
 from gradstream.strategies.base import PeerStrategy
 from gradstream.telemetry.events import AloneEvent
@@ -23,87 +23,6 @@ from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.local_steps import LocalParameters
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
-
-# ---- coded way ---------------------------------------------------------------------------
-# `CodedWay`: the way that a worker has come, encoded for its partner of a round.
-
-
-class CodedWay:
-    """Encodes a vector of this worker, and decodes its partner's.
-
-    Both use what is decoded, of their own vector too. So what the codec leaves out is left out of both halves of the
-    mean, and what it keeps for the next round counts once.
-
-    Args:
-        runtime: runtime of the worker's node.
-        codec: the codec.
-        elems, dtype: of the vectors.
-        seed: of the codec's random numbers, other for each worker.
-        state: what the codec keeps, by name.
-
-    Raises:
-        ConfigError: as `check_dtype`.
-
-    Attributes:
-        given, taken: encoded vectors, this worker's and the partner's.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        codec: Codec,
-        elems: int,
-        dtype: torch.dtype,
-        seed: str,
-        state: Mapping[str, Vector],
-    ) -> None:
-        check_dtype(codec, dtype)
-        self._runtime = runtime
-        self._codec = codec
-        self._seed = seed
-        self._state = state
-        self._size_bytes = codec.encoded_bytes(elems)
-        words = words_of(codec, elems)
-        self.given = runtime.memory.allocate(words, WORD, "encoded", exchanged=True)
-        self.taken = runtime.memory.allocate(words, WORD, "partner's encoded", exchanged=True)
-
-    def _bytes_of(self, words: Vector) -> torch.Tensor:
-        return words.tensor.view(torch.uint8)[: self._size_bytes]
-
-    async def encode(self, vector: Vector, number: int) -> None:
-        """Encodes into `given`, and overwrites the vector with what the partner decodes.
-
-        Args:
-            vector: (elems,).
-            number: number of the round.
-        """
-
-        def encode(_: object) -> None:
-            kept = {name: one.tensor for name, one in self._state.items()}
-            encoded = self._bytes_of(self.given)
-            self._codec.encode(vector.tensor, encoded, kept, seed=seed_of(self._seed, number, 0))
-            self._codec.decode(encoded, vector.tensor)
-
-        writes = [vector.all, self.given.all, *(one.all for one in self._state.values())]
-        await self._runtime.compute(encode, work=Work("copy", elems=len(vector)), writes=writes)
-
-    async def decode(self, into: Vector, partner: str) -> str:
-        """Decodes `taken`. Returns "", or why these are no bytes of the codec."""
-
-        def decode(_: object) -> str:
-            try:
-                self._codec.decode(self._bytes_of(self.taken), into.tensor)
-            except DataError as error:
-                return f"{partner} has given bytes that the codec does not make: {error}"
-            return ""
-
-        work = Work("copy", elems=len(into))
-        return await self._runtime.compute(
-            decode, work=work, reads=[self.taken.all], writes=[into.all], shape_only=""
-        )
-
-
-# ---- peer --------------------------------------------------------------------------------
 
 
 class PeerReplica(Replica):
@@ -115,7 +34,9 @@ class PeerReplica(Replica):
         seed: seed of the run.
         strategy: strategy of the run.
         live: see `api.PeerWorker`.
-        coded: encodes the first of the vectors that are given; None where all go as they are.
+        encoder: encodes the first of the vectors that are given; None where all go as they are. Both partners use what
+            is decoded, of their own vector too. So what the codec leaves out is left out of both halves of the mean,
+            and what it keeps for the next round counts once.
         on_transfer: called with each exchange that is done.
         on_alone: called with each that is not, though there was a partner.
 
@@ -134,7 +55,7 @@ class PeerReplica(Replica):
         seed: int,
         strategy: PeerStrategy,
         live: Callable[[], Sequence[int]],
-        coded: CodedWay | None,
+        encoder: Encoder | None,
         on_transfer: Callable[[Transfer], None],
         on_alone: Callable[[AloneEvent], None],
     ) -> None:
@@ -152,7 +73,12 @@ class PeerReplica(Replica):
         self.meetings_done = self.whole_bytes = 0
         self.changed = Broadcast()
         self._live = live
-        self._coded = coded
+        self._encoder = encoder
+        if encoder is not None:
+            words = encoder.words(self._layout.elems)
+            self._coded, self._coded_taken = (
+                self._allocate(words, WORD, name) for name in ("encoded", "partner's encoded")
+            )
         self._on_transfer = on_transfer
         self._on_alone = on_alone
         self._taken: list[Vector] = []  # where the partner's vectors land
@@ -220,14 +146,14 @@ class PeerReplica(Replica):
         """See `strategies.api.PeerWorker`."""
         taken, name = self._landing_for(given), _name(partner)
         gives, takes = [one.all for one in given], [one.all for one in taken]
-        if self._coded is not None and name:
-            await self._coded.encode(given[0], self.version)
-            gives[0], takes[0] = self._coded.given.all, self._coded.taken.all
+        if self._encoder is not None and name:
+            await self._encode(self._encoder, given[0])
+            gives[0], takes[0] = self._coded.all, self._coded_taken.all
         begun_ns = self._runtime.now()
         why = await self.meetings.meet(self.version, name, gives, takes)
         self._attribution.note(Kind.WORKER, name or self._runtime.node, begun_ns, self._runtime.now())
-        if not why and self._coded is not None:
-            why = await self._coded.decode(taken[0], name)
+        if not why and self._encoder is not None:
+            why = await self._decode(self._encoder, taken[0], name)
         if not why and not await self._sound(taken):
             why = f"{name} has given numbers that are not finite"
         if why:
@@ -236,6 +162,29 @@ class PeerReplica(Replica):
             return None
         self._count(gives, given, begun_ns)
         return taken
+
+    async def _encode(self, encoder: Encoder, vector: Vector) -> None:
+        """Encodes a vector for the partner, and overwrites it with what the partner decodes."""
+
+        def encode(_: object) -> None:
+            encoder.encode(vector.tensor, self._coded.tensor, number=self.version)
+            encoder.decode(self._coded.tensor, vector.tensor)
+
+        writes = [vector.all, self._coded.all, *encoder.kept(0, len(vector))]
+        await self._runtime.compute(encode, work=Work("copy", elems=len(vector)), writes=writes)
+
+    async def _decode(self, encoder: Encoder, into: Vector, partner: str) -> str:
+        """Decodes the partner's vector. Returns "", or why these are no bytes of the codec."""
+
+        def decode(_: object) -> str:
+            try:
+                encoder.decode(self._coded_taken.tensor, into.tensor)
+            except DataError as error:
+                return f"{partner} has given bytes that the codec does not make: {error}"
+            return ""
+
+        reads, work = [self._coded_taken.all], Work("copy", elems=len(into))
+        return await self._runtime.compute(decode, work=work, reads=reads, writes=[into.all], shape_only="")
 
     def _landing_for(self, given: Sequence[Vector]) -> list[Vector]:
         """Vectors for what the partner gives: as long as what it gets."""

@@ -21,8 +21,8 @@ from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.fetch import Arrival, SparseDelta
+from gradstream.server.client.push import Update, UpdatePiece
 from gradstream.server.rows import RowMap, RowPart, RowRange, clipped, joined, pack, packed_elems
-from gradstream.server.update import Update, UpdatePiece
 from gradstream.strategies import api
 from gradstream.strategies.base import RowExchange
 from gradstream.worker.computed import ComputedGradient, SampleBatch

@@ -23,7 +23,7 @@ from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.fetch import Arrival
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.strategies import api
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.replica.base import Attendance, Replica, ReplicaContext, vector_of

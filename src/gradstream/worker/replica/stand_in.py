@@ -10,7 +10,7 @@ from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
 from gradstream.server.client.client import ServerClient
-from gradstream.server.update import Update
+from gradstream.server.client.push import Update
 from gradstream.wire import v1
 from gradstream.worker.computed import ComputedGradient, Refusals, SampleBatch
 from gradstream.worker.gradient import GradientSource, differentiate
