@@ -20,7 +20,7 @@ from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluation import DueEvaluations, Evaluation, check_goals, check_outputs, evaluate
 from gradstream.worker.final_model import keep_if_best
-from gradstream.worker.parts.worker import Lead
+from gradstream.worker.parts.worker import ReplicaLead
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import Schedule
 
@@ -50,7 +50,7 @@ class Evaluator:
         schedule: Schedule,
         averager: BufferAverager,
         is_lowest: Callable[[], bool],
-        lead: Lead | None = None,
+        lead: ReplicaLead | None = None,
     ) -> None:
         self._runtime = runtime
         self._member = member

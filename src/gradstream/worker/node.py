@@ -38,7 +38,7 @@ from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.final_model import write_final_model
 from gradstream.worker.loop import LoopContext, LoopSource
 from gradstream.worker.parts.lead import LedSchedule
-from gradstream.worker.parts.worker import Lead
+from gradstream.worker.parts.worker import ReplicaLead
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import BatchQueue, BatchSource, Schedule, ShareReporter
@@ -192,9 +192,9 @@ class WorkerNode:
         self._queue: BatchQueue | None = None
         if config.loop is None and config.run.strategy.partitioning != "rounds" and config.run.workers > 1:
             self._queue = BatchQueue(self._recorder, runtime)
-        self._lead: Lead | None = None  # of a replica of several processes
+        self._lead: ReplicaLead | None = None  # of a replica of several processes
         if config.run.parts > 1:
-            self._lead = Lead(runtime, endpoint, member, config, self._batch_gate, self._failed)
+            self._lead = ReplicaLead(runtime, endpoint, member, config, self._batch_gate, self._failed)
         self._source = self._make_source()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
         if isinstance(self._source, Schedule):

@@ -28,7 +28,7 @@ from gradstream.worker.parts.sources import begin_predictors, gradients_of
 from gradstream.worker.registration import tensor_specs_of
 
 
-class Lead:
+class ReplicaLead:
     """What the worker of a split replica does with its parts.
 
     Args:
