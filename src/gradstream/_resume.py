@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
-from gradstream._train import check_detached, launch
+from gradstream._train import check_ways, launch
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.data.alike import NUMBER, checks_of, differences
 from gradstream.data.download import machine_lock
@@ -113,7 +113,7 @@ def resume(
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
     if detach:
-        check_detached(None if job.spec else False, on_event, listen, progress)
+        check_ways(job, None, None if job.spec else False, listen, detach, on_event, progress)
     info = read_record(path / "run.json")  # the end of the run adds to it, so a damaged one is refused now
     job = dataclasses.replace(job, name=job.name or info.get("name"))
     if is_script(job):

@@ -14,7 +14,6 @@ from gradstream.coordinator.client.member import RunAbortedError
 from gradstream.coordinator.client.presence import EvictedError
 from gradstream.errors import (
     ClosedError,
-    ConfigError,
     DeadlineError,
     GradstreamError,
     Interrupted,
@@ -33,7 +32,7 @@ from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
-from gradstream.strategies.base import GroupStrategy
+from gradstream.traits import refuse
 from gradstream.wire import v1
 from gradstream.worker.final_model import FINAL_MODEL
 
@@ -84,11 +83,8 @@ def simulate(
         >>> run = simulate(job, config=SimulationConfig(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
     job = spread_out(make_job(job_of(model, data), data, **options), "simulate")
-    if is_script(job):
-        raise ConfigError(
-            "a script with a training loop of its own runs in real time: it cannot be simulated. Give the model with "
-            "gradstream.from_torch, and the data, and leave the loop to gradstream"
-        )
+    simulation = {"simulation": "simulate()", **({"script": "a script"} if is_script(job) else {})}
+    refuse(simulation)
     intercept(job, simulated=True)
     config = config or SimulationConfig()
     events: list[dict[str, Any]] = []
@@ -112,11 +108,7 @@ def simulate(
         keeps=(storage is not None or bool(job.phases)) and not config.shape_only,
     )
     config.check_names(plan.node_names)
-    if isinstance(plan.strategy, GroupStrategy) and plan.strategy.exchange != "auto":
-        raise ConfigError(
-            f"exchange={plan.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
-            "simulated; leave it out, the updates are the same"
-        )
+    refuse({**plan.traits, **simulation})
     check_model(plan)
     built = build_model(job)
     cluster = SimulatedCluster(plan, built, config, take, storage)

@@ -39,6 +39,7 @@ from gradstream.run.result import Run
 from gradstream.runtime.event_log import disk_remedy
 from gradstream.runtime.storage import private_folder
 from gradstream.trackers.services import check_trackers
+from gradstream.traits import refuse
 
 NO_SCRIPT = (
     "train() was not called from a script, so other processes cannot find the code of the job: all nodes "
@@ -107,36 +108,19 @@ def train(
     kept = intercept(job)
     if kept is not None:
         return load_run(kept, job)
+    check_ways(job, engine, processes, listen, detach, on_event, progress)
     if engine is not None:
-        for name, value in (("processes", processes), ("listen", listen), ("detach", detach or None)):
-            if value is not None:
-                raise ConfigError(
-                    f"train(engine=..., {name}={value!r}): the engine runs the nodes, on machines of its choice; leave "
-                    f"{name} out"
-                )
         words = [] if job.spec is None else words_of({k: v for k, v in options.items() if k != "run_dir"})
         with shown(on_event, progress) as each:
             return train_by_engine(job, engine, words, on_event=each)
     if is_script(job):
         check_script(job)
-        if processes is False:
-            raise ConfigError(
-                "train(processes=False): a script with a training loop of its own runs as processes, not as threads; "
-                "leave processes out"
-            )
     spec = _place(job, processes if listen is None and not detach else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     cwd = STARTED_IN if job.spec is None else job.cwd
     job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, cwd=cwd, name=name)
-    if detach:
-        check_detached(processes, on_event, listen, progress)
     listening = _listening(listen, wait)
     if listening is not None:
-        if processes is False:
-            raise ConfigError(
-                f"train(listen={listen!r}, processes=False): other machines cannot share the threads of this process; "
-                "leave processes out"
-            )
         if "workers" not in options:
             total = listening.machines * listening.workers_per_machine
             job = dataclasses.replace(job, workers=max(1, total // job.split))
@@ -269,24 +253,27 @@ def host(
     return Run.load(run_dir)
 
 
-def check_detached(
-    processes: bool | None, on_event: OnEvent | None, listen: object, progress: bool | None = None
+def check_ways(
+    job: Job,
+    engine: object,
+    processes: bool | None,
+    listen: object,
+    detach: bool,
+    on_event: OnEvent | None,
+    progress: bool | None,
 ) -> None:
-    """Raises ConfigError if a run cannot go on without the process that starts it."""
-    if processes is False:
-        raise ConfigError(
-            "train(detach=True, processes=False): threads end with this process; leave one of the two out"
-        )
-    for name, given in (("on_event", on_event is not None), ("progress", bool(progress))):
-        if given:
-            raise ConfigError(
-                f"train(detach=True, {name}=...): the run goes on without this process; give {name} to attach()"
-            )
-    if listen is not None:
-        raise ConfigError(
-            "detach with listen: the other machines end when the launcher does. Detach runs of this machine only; "
-            "start the others without detach, in a terminal that stays (tmux, a service)"
-        )
+    """Raises ConfigError if ways of starting a run do not go together."""
+    asked = {
+        "engine": engine is not None and "engine=...",
+        "processes=": processes is not None and f"processes={processes}",
+        "threads": processes is False and "processes=False",
+        "listen": listen is not None and "listen=...",
+        "detach": detach and "detach=True",
+        "on_event": on_event is not None and "on_event=...",
+        "progress": progress and "progress=True",
+        "script": is_script(job) and "a script",
+    }
+    refuse({name: text for name, text in asked.items() if text})
 
 
 def _listening(listen: str | Listening | None, wait: int) -> Listening | None:

@@ -211,7 +211,7 @@ def test_a_stopped_run_ends_with_the_same_bits(codec: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"strategy": "allreduce"}, "AllReduce have no servers"),
+        ({"strategy": "allreduce"}, "strategy=AllReduce: its workers have no servers"),
         ({"strategy": "hogwild"}, "have no servers"),
         ({"strategy": "parameter-averaging"}, "take strategy='diloco'"),
         ({"strategy": "lbfgs"}, "needs exact numbers"),

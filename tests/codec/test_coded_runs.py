@@ -257,7 +257,7 @@ def test_a_codec_of_a_phase_travels_too() -> None:
 
 def test_a_loop_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind its gradients are numbers that must arrive as they are."""
-    monkeypatch.setattr("gradstream.job.codec.is_open_ended", lambda job: True)
+    monkeypatch.setattr("gradstream.job.traits.is_open_ended", lambda job: True)
     with pytest.raises(ConfigError, match="a training loop of your own sends other numbers"):
         linear(workers=2, codec="int8")
 
@@ -295,7 +295,7 @@ def test_the_example_for_slow_links_is_a_job() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"strategy": gs.AllReduce(sharded=True)}, "sharded=True exchanges other than whole gradients"),
+        ({"strategy": gs.AllReduce(sharded=True)}, "sharded=True: it exchanges other than whole gradients"),
         ({"strategy": gs.AllReduce(factors=True)}, "factors=True"),
         ({"strategy": "parameter-averaging"}, "take strategy='diloco'"),
         ({"strategy": "lbfgs"}, "exact sum over all samples"),

@@ -153,7 +153,7 @@ def normed() -> nn.Module:
     [
         (normed, {"split": 2}, "such as GroupNorm"),
         (images, {}, "without split"),
-        (images, {"split": 2, "micro_batches": 2}, "a hybrid, and micro_batches=2"),
+        (images, {"split": 2, "micro_batches": 2}, "pipeline=Hybrid.* with micro_batches=2"),
         (
             images,
             {"split": 2, "pipeline": gs.pipeline.Hybrid(layers=("1",))},

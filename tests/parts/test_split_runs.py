@@ -208,7 +208,7 @@ class _Undecided(nn.Module):
         (net, {"split": 4, "pipeline": "interleaved"}, "expected at least one for each of 8 parts"),
         (net, {"split": 2, "strategy": "hogwild"}, "share one vector"),
         (net, {"split": 2, "strategy": "streaming-diloco"}, "each part would cut its own"),
-        (net, {"split": 2, "accumulate": 2}, "take micro_batches=2"),
+        (net, {"split": 2, "accumulate": 2}, "take micro_batches in its place"),
     ],
 )
 def test_what_cannot_be_split_is_refused_with_the_remedy(

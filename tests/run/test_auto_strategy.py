@@ -209,7 +209,8 @@ def test_evaluations_come_after_as_many_minibatches_as_asked(mbit_s: float, ever
 @pytest.mark.parametrize(("period", "rounds"), [(20, 2), (3, 1), (None, None), ("epoch", "epoch")])
 def test_checkpoints_and_evaluations_are_asked_for_in_minibatches(period: Any, rounds: Any) -> None:
     options: dict[str, Any] = {"evaluate_every": period, "checkpoint_every": period}
-    data = gs.from_arrays(np.zeros((1000, 4), "f4"), np.zeros(1000, "i8"))
+    x, y = np.zeros((1000, 4), "f4"), np.zeros(1000, "i8")
+    data = gs.from_arrays(x, y, test_inputs=x[:4], test_targets=y[:4])
     model = gs.from_torch(lambda: nn.Linear(4, 2), F.cross_entropy)
     job = measured_first(gs.Job(model, data, strategy="auto", batch_size=4, epochs=1, **options))
     for number, choice, expected in ((0, Chosen(), period), (1, Chosen(every=9), rounds)):
@@ -297,10 +298,10 @@ def test_what_is_not_measured_is_not_changed() -> None:
     ("options", "says"),
     [
         ({"epochs": None, "steps": 100}, "a step of local SGD is a round"),
-        ({"codec": "int8"}, "which chooses it; leave codec out"),
+        ({"codec": "int8"}, "the strategy chooses it; leave codec out"),
         ({"batch_size": 64}, r"measures for 20 steps, which is 5,120 samples, and a data epoch has 2,560"),
         ({"accumulate": 2, "batch_size": 4}, r"accumulate=2 with strategy='auto'"),
-        ({"servers": 2}, "servers=2 with strategy='auto', whose workers exchange with one another"),
+        ({"servers": 2}, "servers=2 with strategy='auto': its workers exchange with one another"),
         ({"batch_size": 10.0}, "batch_size must be a whole number, got 10.0"),
         ({"phases": [gs.Phase(epochs=1)], "epochs": None}, "leave it out here"),
         (

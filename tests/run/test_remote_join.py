@@ -358,7 +358,7 @@ def test_a_name_that_leads_to_loopback_is_refused_and_loopback_itself_is_not(
 def test_workers_that_share_one_vector_are_refused_before_other_machines_are_waited_for(linear: Path) -> None:
     listening = Listening(address=LOOPBACK, machines=2)
     with pytest.raises(
-        gs.errors.ConfigError, match="Hogwild share one vector in memory, and wait=2 machines"
+        gs.errors.ConfigError, match="wait=2 machines with strategy=Hogwild: its workers share one vector"
     ):
         gs.train(load_job(str(linear)), listen=listening, workers=2, strategy="hogwild")
 
@@ -366,7 +366,7 @@ def test_workers_that_share_one_vector_are_refused_before_other_machines_are_wai
 @pytest.mark.parametrize(
     ("phase", "says"),
     [
-        (gs.Phase(epochs=1, strategy="hogwild"), "Hogwild share one vector in memory"),
+        (gs.Phase(epochs=1, strategy="hogwild"), "strategy=Hogwild: its workers share one vector in memory"),
         (gs.Phase(epochs=1, workers=3), "workers=3, but 2 machines with 1 workers each have 2"),
     ],
 )

@@ -332,7 +332,7 @@ def test_shards_that_nobody_starts_leave_the_run_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "servers", "message"),
     [
-        ({"strategy": "allreduce", "servers": None}, 2, "AllReduce exchange without shards"),
+        ({"strategy": "allreduce", "servers": None}, 2, "its workers exchange without shards"),
         (
             {"strategy": gs.Synchronous(backup=1)},
             3,

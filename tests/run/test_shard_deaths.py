@@ -199,7 +199,7 @@ def test_without_a_backup_the_error_names_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "allreduce", "servers": None}, "AllReduce has no servers"),
+        ({"strategy": "allreduce", "servers": None}, "strategy=AllReduce: it has no servers"),
         ({"strategy": gs.Synchronous(backup=1)}, "a quorum decides over all shards at once"),
         ({"strategy": "dc-asgd"}, "corrects pushes by what each worker has read"),
         ({"strategy": "downpour", "record": True}, "a recording has one file for each shard"),

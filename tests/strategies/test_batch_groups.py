@@ -273,7 +273,7 @@ def test_an_ended_method_passes_nothing_over(servers: int) -> None:
     [
         ({"optimizer": gs.optim.SGD(lr=0.1)}, "makes its own steps"),
         ({"clip_norm": 0.5}, "clip_norm would clip each portion"),
-        ({"codec": "fp16"}, "a line search needs the exact sum"),
+        ({"codec": "float16"}, "a line search needs the exact sum"),
         ({"noise_scale": True}, "of which a batch method makes no step"),
         ({"strategy": "downpour"}, "expected at least 1"),
         ({"epochs": 1}, "the first pass over the data has the loss and the gradient where the method begins"),

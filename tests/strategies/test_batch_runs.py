@@ -187,7 +187,7 @@ def test_a_phase_may_go_before_a_method_and_behind_it() -> None:
 @pytest.mark.parametrize("earlier", [gs.Phase(steps=2), gs.Phase(epochs=2, until=gs.until(samples=150))])
 def test_passes_begin_with_a_data_epoch(earlier: gs.Phase) -> None:
     phases = [replace(earlier, strategy="synchronous"), gs.Phase(epochs=2, strategy=METHOD)]
-    with pytest.raises(ConfigError, match=r"phases\[0\] may end inside of a data epoch"):
+    with pytest.raises(ConfigError, match=r"phases\[0\], which may end inside of a data epoch"):
         run_of(Softmax(), "synchronous", epochs=None, phases=phases)
 
 

@@ -77,7 +77,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
         ({"optimizer": "adam"}, "expected gradstream.optim.SGD"),
         ({"optimizer": gs.optim.SGD(0.1, momentum=0.9)}, "expected gradstream.optim.SGD"),
         ({"optimizer": gs.optim.SGD(0.1, weight_decay=0.1)}, "expected gradstream.optim.SGD"),
-        ({"groups": [{"match": "w", "lr_scale": 2.0}], "optimizer": gs.optim.SGD(0.1)}, "and groups"),
+        ({"groups": [{"match": "w", "lr_scale": 2.0}], "optimizer": gs.optim.SGD(0.1)}, "with groups"),
     ):
         with pytest.raises(ConfigError, match=match):
             plan_run(job(**options), "x")

@@ -287,9 +287,13 @@ def test_the_last_bucket_waits_for_the_end_of_the_gradient() -> None:
 
 def test_servers_are_refused_with_the_reason() -> None:
     model, data = least_squares(8, 8)
-    with pytest.raises(ConfigError, match=r"servers=2, but the workers of AllReduce .* leave servers out"):
+    with pytest.raises(
+        ConfigError, match=r"servers=2 with strategy=AllReduce: its workers .* leave servers out"
+    ):
         simulate(model, data, strategy="allreduce", servers=2, steps=1)
-    with pytest.raises(ConfigError, match="servers=0: the workers of Synchronous exchange through servers"):
+    with pytest.raises(
+        ConfigError, match="servers=0 with strategy=Synchronous: its workers exchange through servers"
+    ):
         simulate(model, data, strategy="synchronous", servers=0, steps=1)
     assert (
         AllReduce().bucket_elems(4, 262_144) == AllReduce(bucket_mib=4).bucket_elems(4, 4_194_304) == 1 << 20

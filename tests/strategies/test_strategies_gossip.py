@@ -195,10 +195,10 @@ def test_bytes_of_a_worker_are_those_of_one_vector_a_round(workers: int) -> None
     ("options", "says"),
     [
         ({"codec": "int8"}, "exchange whole parameters.*take strategy='noloco'"),
-        ({"accumulate": 2}, "accumulate=2: workers train alone for every=1 minibatches"),
+        ({"accumulate": 2}, "accumulate=2 with strategy=Gossip: workers train alone"),
         ({"split": 2}, "split=2: parts of a model"),
         ({"servers": 1}, "exchange in pairs, without servers"),
-        ({"shares": "measured"}, "shares='measured' are those of rounds"),
+        ({"shares": "measured"}, "shares='measured' with strategy=Gossip: the shares are those of rounds"),
         ({"record": True}, "has no server whose order could differ"),
         ({"noise_scale": True}, "computed on different parameters"),
         ({"strategy": Gossip(), "acknowledge": "logged"}, "has no servers that could acknowledge"),

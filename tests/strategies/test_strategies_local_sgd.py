@@ -395,7 +395,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_round_out() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"accumulate": 2}, "accumulate=2: workers train alone for every=3 minibatches"),
+        ({"accumulate": 2}, "accumulate=2 with strategy=LocalSGD: workers train alone"),
         ({"split": 2}, "split=2: parts of a model"),
         ({"servers": 1}, "exchange in a group, without servers"),
     ],

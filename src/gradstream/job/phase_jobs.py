@@ -10,14 +10,16 @@ from typing import Any
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.errors import ConfigError
-from gradstream.job.job import Job, is_open_ended
+from gradstream.job.job import Job
 from gradstream.job.phases import Phase
 from gradstream.job.registry import find_strategy
+from gradstream.job.traits import traits_of_job, traits_of_strategy
 from gradstream.optim.base import Optimizer
 from gradstream.optim.within import Within
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.base import GroupStrategy, ServerStrategy
 from gradstream.strategies.local_sgd import LocalSGD
+from gradstream.traits import refuse
 
 AUTO = "auto"
 """Name of the strategy that `link_choice` chooses, for a job or a phase."""
@@ -25,7 +27,6 @@ MEASURED_STEPS = 20
 """Minibatches of each worker in the phase that measures."""
 MEASURES = Phase(steps=MEASURED_STEPS, name="measures", strategy="allreduce")
 """The phase before that of strategy "auto", where the job has no phases. Slow links end it after a few steps."""
-NO_STEPS = "a step of local SGD is a round of many minibatches, so nobody knows how much that is; give epochs"
 
 _OWN = (
     "epochs",
@@ -74,7 +75,11 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
     }
     if begin.accumulate:
         changed["accumulate"] = begin.accumulate
+    shown = {"strategy_options": phase.strategy_options, "epochs": phase.epochs, "steps": phase.steps}
+    asked = dataclasses.replace(job, **{**changed, **shown, "servers": None}, phases=())
+    traits = {**traits_of_phase(job.phases, begin.number), **traits_of_job(asked)}
     if phase.strategy == AUTO:
+        refuse(traits, f"{where}: ")
         changed |= _chosen(job, where, begin)
     elif phase.strategy is not None:
         changed["strategy"], changed["strategy_options"] = phase.strategy, phase.strategy_options
@@ -84,17 +89,11 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
     strategy = find_strategy(made.strategy, made.strategy_options)
     if phase.servers is None and not isinstance(strategy, ServerStrategy):
         made = dataclasses.replace(made, servers=None)
-    if strategy.in_passes:
-        if phase.theta is not None:
-            raise ConfigError(
-                f"{where}: variance_test and noise_multiple make the batches of a step grow, and each step of "
-                f"{type(strategy).__name__} has all samples; leave them out"
-            )
-        if phase.optimizer is None:
-            made = dataclasses.replace(
-                made, optimizer=None
-            )  # the method is one, and the job's is for other phases
-        _check_whole_epochs(job.phases[: begin.number], where)
+    refuse({**traits, **traits_of_strategy(strategy, made.workers)}, f"{where}: ")
+    if strategy.in_passes and phase.optimizer is None:
+        made = dataclasses.replace(
+            made, optimizer=None
+        )  # the method is one, and the job's is for other phases
     return made
 
 
@@ -106,30 +105,7 @@ def measured_first(job: Job) -> Job:
     """
     if job.strategy != AUTO:
         return job
-    if is_open_ended(job):
-        raise ConfigError(
-            f"strategy={AUTO!r} with a training loop of your own: it first makes {MEASURED_STEPS} steps to measure the "
-            "links, and then steps of another kind, which only a run can do that makes its steps itself. Name a "
-            "strategy: 'allreduce' where links are quick, 'parameter-averaging' where they are slow; or pass a model "
-            "and data to train()"
-        )
-    if job.phases:
-        raise ConfigError(
-            f"strategy={AUTO!r} with phases; leave it out here, and give it to each phase that is to exchange so"
-        )
-    if job.codec is not None:
-        raise ConfigError(f"codec={job.codec!r} with strategy={AUTO!r}, which chooses it; leave codec out")
-    if job.accumulate > 1:
-        raise ConfigError(
-            f"accumulate={job.accumulate} with strategy={AUTO!r}, which says after how many minibatches workers "
-            "exchange; leave accumulate out"
-        )
-    if job.steps is not None:
-        raise ConfigError(f"steps={job.steps} with strategy={AUTO!r}: {NO_STEPS}")
-    if job.servers is not None:
-        raise ConfigError(
-            f"servers={job.servers} with strategy={AUTO!r}, whose workers exchange with one another; leave servers out"
-        )
+    refuse({**traits_of_job(job), "auto": f"strategy={AUTO!r}"})
     several = job.batch_size if isinstance(job.batch_size, list | tuple) else [job.batch_size] * job.workers
     sizes = [size for size in several if isinstance(size, int)]  # others are refused with the phases
     measured, samples = MEASURED_STEPS * sum(sizes), job.data.num_samples
@@ -148,16 +124,6 @@ def measured_first(job: Job) -> Job:
 
 def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
     """The fields of a job that a phase of strategy "auto" sets."""
-    phase = job.phases[begin.number]
-    codec = job.codec if phase.codec is None else phase.codec
-    several = (phase.accumulate or job.accumulate) > 1
-    given = (
-        "strategy_options"
-        if phase.strategy_options
-        else "codec"
-        if codec is not None
-        else "accumulate" * several
-    )
     before = job.phases[begin.number - 1]
     spec = job if before.strategy is None else before
     in_group = before.strategy == AUTO or isinstance(
@@ -168,10 +134,6 @@ def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
             f"{where}: strategy={AUTO!r} goes by what the phase before has measured; put gs.Phase(steps=20, "
             'strategy="allreduce") before it'
         )
-    if phase.steps is not None:
-        raise ConfigError(f"{where}: steps={phase.steps} with strategy={AUTO!r}: {NO_STEPS}")
-    if given:
-        raise ConfigError(f"{where}: {given} with strategy={AUTO!r}, which chooses it; leave {given} out")
     chosen = Chosen.of_json(begin.chosen)
     local = LocalSGD(every=chosen.every, delay=chosen.delay, outer_momentum=chosen.outer_momentum)
     strategy = AllReduce() if chosen.every == 1 else local
@@ -186,35 +148,26 @@ def _in_rounds(period: int | str | None, minibatches: int) -> int | str | None:
     return max(1, round(period / minibatches)) if isinstance(period, int) else period
 
 
-def _check_whole_epochs(before: Sequence[Phase], where: str) -> None:
-    """Raises ConfigError if a phase of whole passes may begin inside of a data epoch."""
-    for number, phase in enumerate(before):
-        if phase.epochs is None or phase.until is not None:
-            raise ConfigError(
-                f"{where} goes through all of the data in each pass, and phases[{number}] may end inside of a data "
-                "epoch; give it epochs, without steps and until"
-            )
+def traits_of_phase(phases: Sequence[Phase], number: int) -> dict[str, str]:
+    """The traits that one of several phases has besides those of its job."""
+    phase = phases[number]
+    found = {"auto": f"strategy={AUTO!r}"} if phase.strategy == AUTO else {}
+    for name in ("noise_multiple", "variance_test"):
+        if (value := getattr(phase, name)) is not None:
+            found[name] = found["growth"] = f"{name}={value}"
+    for before, one in enumerate(phases[:number]):
+        if one.epochs is None or one.until is not None:
+            found["begins inside of an epoch"] = f"phases[{before}], which may end inside of a data epoch"
+    return found
 
 
 def _check_variance_test(phase: Phase, where: str, accumulate: int) -> None:
     multiple, theta = phase.noise_multiple, phase.variance_test
-    if multiple is None and theta is None:
-        return
-    if multiple is not None and theta is not None:
-        raise ConfigError(
-            f"{where}: variance_test and noise_multiple, which are one test; leave one of them out"
-        )
     if theta is not None and not 0 < theta < 1:
         raise ConfigError(f"{where}: variance_test={theta!r}; expected a number in (0, 1), such as 0.5")
     if multiple is not None and not 0 < multiple < math.inf:
         raise ConfigError(f"{where}: noise_multiple={multiple!r}; expected a number above 0, such as 1")
-    if accumulate < 2:
-        given = f"variance_test={theta}" if multiple is None else f"noise_multiple={multiple}"
-        raise ConfigError(
-            f"{where}: {given} with accumulate={accumulate}: a variance needs "
-            "2 minibatches of a step or more; halve batch_size, and take accumulate=2"
-        )
-    if phase.largest < accumulate:
+    if phase.theta is not None and phase.largest < accumulate:
         raise ConfigError(f"{where}: largest={phase.largest!r}; expected at least accumulate={accumulate}")
 
 

@@ -30,6 +30,7 @@ from gradstream.job.job import Job, OwnData, is_open_ended
 from gradstream.job.metrics import Metric
 from gradstream.job.phase_jobs import AUTO, MEASURES
 from gradstream.job.registry import name_of
+from gradstream.job.traits import traits_of
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup
@@ -43,6 +44,7 @@ from gradstream.strategies.base import (
     ServerStrategy,
     Strategy,
 )
+from gradstream.traits import refuse
 from gradstream.transport.base import Identity
 from gradstream.wire.chunks import (
     CHUNK_ELEMS,
@@ -277,6 +279,11 @@ class RunPlan:
         whole = None if self.whole is None else replace(self.whole, model=model)
         return replace(self, job=replace(self.job, model=model), whole=whole)
 
+    @property
+    def traits(self) -> dict[str, str]:
+        """What the job has and asks for; see `gradstream.traits`."""
+        return traits_of(self.job, self.strategy, self.optimizer, self.codec)
+
     # ---- data ---------------------------------------------------------------------------
 
     @property
@@ -413,12 +420,8 @@ class RunPlan:
         """
         if not self.by_name:
             return None
-        if isinstance(self.optimizer, ByShape) and self.workers_optimize and _divided(model):
-            raise ConfigError(
-                f"{type(self.strategy).__name__} with split={self.parts} and {type(self.optimizer).__name__}: parts "
-                f"have slices of {_divided(model)!r}, and the workers of one part do not know the whole; take a rule "
-                "for single elements, or for norms strategy='synchronous', whose shards add them up over the parts"
-            )
+        if self.workers_optimize and (sliced := _divided(model)):
+            refuse({**self.traits, "sliced tensors": f"split={self.parts}, which divides {sliced!r}"})
         tensors = [(slot.name, slot.start, slot.stop) for slot in model.layout.slots]
         shapes = {slot.name: slot.shape for slot in whole_layout_of(model).slots}
         return GroupedRule(self.optimizer, self.groups, tensors, list(shapes), shapes)

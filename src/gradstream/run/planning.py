@@ -14,22 +14,16 @@ from gradstream.coordinator.link_choice import Chosen
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.code import find_function
-from gradstream.job.codec import check_codec, check_fetch_codec
-from gradstream.job.job import Job, is_open_ended
+from gradstream.job.job import Job
 from gradstream.job.metrics import Metric
 from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
 from gradstream.job.plan import EvaluationPlan, RunPlan
 from gradstream.job.registry import find_codec, find_optimizer, find_strategy
-from gradstream.job.split import check_micro_batches, check_split
-from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
+from gradstream.job.traits import traits_of_job
+from gradstream.job.validation import check, check_micro_batches, check_resumed, check_strategy, whole
 from gradstream.optim.groups import groups_of
-from gradstream.strategies.base import (
-    GroupStrategy,
-    PeerStrategy,
-    ServerStrategy,
-    SharedMemoryStrategy,
-    Strategy,
-)
+from gradstream.strategies.base import ServerStrategy, SharedMemoryStrategy, Strategy
+from gradstream.traits import refuse
 from gradstream.transport.offers import shares_memory
 from gradstream.wire.chunks import CHUNK_ELEMS
 from gradstream.worker.schedule import Schedule
@@ -60,12 +54,8 @@ def plan_at(plan: RunPlan, resume: Resume | None) -> RunPlan:
 
 def _plan_phases(job: Job, run_id: str, resume: Resume | None, keeps: bool) -> RunPlan:
     """The plan of the phase in which a run begins, or goes on."""
-    check_phases(job)
-    if not keeps:
-        raise ConfigError(
-            "phases need a disk for the checkpoint between them, which a shape-only simulation does not have; "
-            "simulate each phase by itself"
-        )
+    no_disk = {} if keeps else {"no disk": "a shape-only simulation"}
+    refuse({**traits_of_job(job), **no_disk})
     every = tuple(_plan_phase(job, run_id, JobPhase(number), None) for number in range(len(job.phases)))
     for number, one in enumerate(job.phases):
         if one.strategy == AUTO:  # what it may become has to be possible too
@@ -144,13 +134,8 @@ def _plan_job(
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     if of is not None:
         optimizer = rate_of_phase(*of, optimizer)
-    check_strategy(job, strategy, optimizer)
     codec = None if job.codec is None else find_codec(job.codec)
-    if codec is not None:
-        check_codec(job, strategy, optimizer, codec)
-    if job.fetch_codec is not None:
-        check_fetch_codec(job, strategy)
-    check_split(job, strategy, optimizer)
+    check_strategy(job, strategy, optimizer, codec)
     ends = (job.until, None if of is None else of[0].phases[of[1].number].until)
     goals = sorted({name for until in ends if until is not None for name in until.goals})
     monitored = next((until for until in ends if until is not None and until.monitors), None)
@@ -217,37 +202,16 @@ def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | N
 
 
 def num_servers(job: Job, strategy: Strategy) -> int:
-    """Number of shards that the job asks for, of each part, where the strategy has any. Raises ConfigError."""
-    name = type(strategy).__name__
+    """Number of shards that a job asks for, of each part, where the strategy has any."""
     if not isinstance(strategy, ServerStrategy):
-        if job.servers:
-            how = "through shared memory"
-            if isinstance(strategy, GroupStrategy | PeerStrategy):
-                how = "in a group" if isinstance(strategy, GroupStrategy) else "in pairs"
-            raise ConfigError(
-                f"servers={job.servers}, but the workers of {name} exchange {how}, without servers: leave servers out"
-            )
         return 0
-    if job.servers == 0:
-        raise ConfigError(f"servers=0: the workers of {name} exchange through servers; expected at least 1")
-    fewest = 2 if job.acknowledge == "replicated" else 1
-    if job.servers is not None and job.servers < fewest:
-        raise ConfigError(
-            f"servers={job.servers} with acknowledge='replicated': each shard has its backup on another one; take "
-            "servers=2 or more, or acknowledge='logged'"
-        )
-    return fewest if job.servers is None else job.servers
+    return job.servers or (2 if job.acknowledge == "replicated" else 1)
 
 
 def _policy_of(job: Job) -> Policy:
     """When checkpoints of a job are made, and which are kept. Raises ConfigError."""
     whole("keep_last", job.keep_last, least=1)
     every = parse_every(job.checkpoint_every)
-    if every is not None and every.unit == "epochs" and is_open_ended(job):
-        raise ConfigError(
-            "checkpoint_every='epoch': a training loop of your own counts its epochs itself; "
-            "give a number of steps, or a time such as '10min'"
-        )
     return Policy(every=every, keep_last=job.keep_last, keep_best=job.keep_best)
 
 

@@ -19,11 +19,13 @@ import torch
 
 from gradstream.errors import ConfigError
 from gradstream.job.overrides import text_of_optimizer
+from gradstream.job.traits import traits_of_strategy
 from gradstream.optim import SGD, Adagrad, Adam, AdamW
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import groups_of
 from gradstream.session.watch import INSTEAD
 from gradstream.strategies.base import ServerStrategy, Strategy
+from gradstream.traits import STRATEGY, obstacle
 
 Group = Mapping[str, Any]
 Range = tuple[str, int, int]
@@ -212,30 +214,22 @@ def rule_for(
 
 def objection(strategy: Strategy, workers: int) -> str:
     """Why workers cannot push steps of their own optimizers under a strategy; "" if they can."""
-    name = type(strategy).__name__
-    if not isinstance(strategy, ServerStrategy):
-        return f"{name} has no servers, and updates by one rule in all workers"
-    if strategy.pushes != "gradients":
+    traits = traits_of_strategy(strategy, workers)
+    if isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients":
         if set(strategy.outer_optimizer(Adam()).state_names) & set(Adam().state_names):
-            return (
-                f"{name} averages the state of the update rule, which would be in each worker's optimizer: leave "
-                "that option out"
-            )
-        return ""
-    if strategy.correction() is not None:
-        return f"{name} corrects each push as a gradient, and a step is no gradient"
-    for option, off in (("local_lr", None), ("local_momentum", 0.0)):
-        if getattr(strategy, option, off) != off:
-            return f"{name}({option}=...) scales a worker's local steps, and a pushed step contains its rate already"
-    from gradstream.server.aggregation import PushHeader  # runs without servers do not import it
+            traits["averaged state"] = traits[STRATEGY]
+    elif isinstance(strategy, ServerStrategy):
+        for option, off in (("local_lr", None), ("local_momentum", 0.0)):
+            if getattr(strategy, option, off) != off:
+                traits["local rate"] = f"{option}={getattr(strategy, option)}"
+        from gradstream.server.aggregation import PushHeader  # runs without servers do not import it
 
-    late, early = (PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, base_version=r * 8) for r in range(2))
-    if any(weight != 1.0 for weight in strategy.rule(workers, "mean").weights(8, [late, early])):
-        return (
-            f"{name} weighs gradients, by their staleness or their samples, before one rule makes a step of "
-            "their sum; weighing steps is another method"
+        late, early = (
+            PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, base_version=r * 8) for r in range(2)
         )
-    return ""
+        if any(weight != 1.0 for weight in strategy.rule(workers, "mean").weights(8, [late, early])):
+            traits["weighed pushes"] = traits[STRATEGY]
+    return obstacle("pushed steps", traits)
 
 
 def is_fresh(optimizer: torch.optim.Optimizer, rule: Optimizer) -> bool:

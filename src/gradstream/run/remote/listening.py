@@ -10,8 +10,10 @@ from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.job.phase_jobs import jobs_of
 from gradstream.job.registry import find_strategy
+from gradstream.job.traits import traits_of_strategy
 from gradstream.run.remote.address import Address
-from gradstream.strategies.base import ServerStrategy, SharedMemoryStrategy
+from gradstream.strategies.base import ServerStrategy
+from gradstream.traits import refuse
 
 ServersOn: TypeAlias = Literal["all", "launcher"]
 """The machines that the shards of the parameter server run on."""
@@ -108,17 +110,10 @@ class Listening:
                 "carrier='tcp' is neither encrypted nor authenticated, so between machines it needs a "
                 "network that you trust, and --insecure; carrier='auto' takes gRPC with certificates there"
             )
-        if job.carrier == "shm" and self.machines > 1:
-            raise ConfigError(
-                "carrier='shm' needs one machine; use carrier='auto', which takes it inside each"
-            )
-        strategies = [find_strategy(one.strategy, one.strategy_options) for one in phases]
-        shared = [one for one in strategies if isinstance(one, SharedMemoryStrategy)]
-        if shared and self.machines > 1:
-            raise ConfigError(
-                f"the workers of {type(shared[0]).__name__} share one vector in memory, and wait={self.machines} "
-                "machines share none: take another strategy, such as 'downpour', or leave listen out"
-            )
+        shm = {"shm": "carrier='shm'"} if job.carrier == "shm" else {}
+        for one in phases if self.machines > 1 else ():
+            of_strategy = traits_of_strategy(find_strategy(one.strategy, one.strategy_options), one.workers)
+            refuse({**shm, **of_strategy, "several machines": f"wait={self.machines} machines"})
         if earlier:
             raise ConfigError(
                 "listen: this script has made another run before this one, which the other machines do not have: "

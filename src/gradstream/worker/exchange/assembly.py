@@ -21,16 +21,19 @@ from gradstream.coordinator.progress import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
-from gradstream.errors import ConfigError, InternalError
+from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.model.factors import factored_layers_of
+from gradstream.sparse.model import SparseModel
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.telemetry.noise_meter import NoiseMeter
+from gradstream.traits import refuse
 from gradstream.wire import v1
 from gradstream.wire.chunks import member_name, part_map_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.computed import Refusals, RefusedGradient
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import FirstLook, GroupExchange
@@ -97,6 +100,7 @@ class Assembly:
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
         config, context = self._config, self._context
+        refuse({**config.run.traits, **_traits_of(config)})
         delay = isinstance(config.run.strategy, GroupStrategy) and config.run.strategy.delay
         names = [*codec_state(config.run.codec), *([UNSENT] if delay else ())]
         if config.run.codec is not None or delay:
@@ -293,9 +297,6 @@ class Assembly:
         layers = factored_layers_of(config.model)
         alone = config.loop is None and config.run.parts == 1
         several = isinstance(config.plan, JoinedPlan) or not alone or bool(config.clip)
-        if strategy.factors and (several or not layers):
-            why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
-            raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
         guessed = strategy.factors is None and context.runtime.memory.shape_only
         if several or not layers or config.run.workers == 1 or guessed:  # only a backward pass knows
             return None
@@ -397,20 +398,10 @@ class Assembly:
     def _differentiator(self, schedule: Schedule, rank: int | None = None) -> Differentiator:
         config = self._config
         rank = config.rank if rank is None else rank
-        if config.run.variance_test is not None and config.model.layout.tables:
-            raise ConfigError(
-                "variance_test: the model has row-sparse tensors, whose gradients are not measured; leave "
-                "variance_test out, or build the embeddings with sparse=False"
-            )
         make: Callable[..., Differentiator] = Differentiator
         if config.inner_rule is not None:
             if rank in self._local:  # with what its inner optimizer has kept
                 return self._local[rank]
-            if config.model.layout.tables:
-                raise ConfigError(
-                    f"{type(config.run.strategy).__name__}: the model has row-sparse tensors, which go to servers as "
-                    "rows; build the embeddings with sparse=False, or take strategy='downpour'"
-                )
             steps = LocalParameters if isinstance(config.run.strategy, PeerStrategy) else LocalSteps
             make = partial(steps, memory=self._context.runtime.memory, rule=config.inner_rule)
             if rank == config.rank and self._remainders is not None:
@@ -428,6 +419,20 @@ class Assembly:
         if isinstance(made, LocalSteps):
             self._local[rank] = made
         return made
+
+
+def _traits_of(config: WorkerConfig) -> dict[str, str]:
+    """What the model has; the job's rules about it are first known here, where the model is."""
+    model, strategy, found = config.model, config.run.strategy, {}
+    if model.layout.tables:
+        found["tables"] = "a model with row-sparse tensors"
+    if config.run.variance_test is not None:
+        found["growth"] = "variance_test"
+    if isinstance(model, SparseModel):
+        found["sparse model"] = "a sparse model"
+    if isinstance(strategy, GroupStrategy) and strategy.factors and not factored_layers_of(model):
+        found["no factors"] = "this model"
+    return found
 
 
 def _host_of(address: str) -> str:

@@ -14,7 +14,7 @@ from gradstream.checkpoint.own_tensors import answering, read_own
 from gradstream.codec.base import Codec, Encoder
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.progress import receipt_of
-from gradstream.errors import ConfigError, DataError
+from gradstream.errors import DataError
 from gradstream.memory import Vector
 from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work
@@ -136,12 +136,6 @@ def server_exchange(
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
     make, rows = partial(kind, parts), row_spec_for(config)
-    for name, codec in (("codec", config.run.codec), ("fetch_codec", config.run.fetch_codec)):
-        if rows is not None and codec is not None:
-            raise ConfigError(
-                f"{name}={codec}: the model has row-sparse tensors, of which only changed rows are sent; "
-                f"leave {name} out"
-            )
     exchange = ServerExchange(
         context,
         strategy,

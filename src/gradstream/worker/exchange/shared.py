@@ -19,12 +19,11 @@ from gradstream.checkpoint.snapshot import Pieces, load
 from gradstream.collectives.factory import SharedWindow, open_shared_window
 from gradstream.collectives.group import GroupMembers
 from gradstream.coordinator.client.member import Member, names_of
-from gradstream.errors import ConfigError, DeadlineError
+from gradstream.errors import DeadlineError
 from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.real import RealRuntime
 from gradstream.sparse.data import SparseDataset
-from gradstream.sparse.model import SparseModel
 from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire import v1
@@ -54,15 +53,11 @@ async def form_shared(
         strategy: strategy of the run.
 
     Raises:
-        ConfigError: the workers are not on one machine; or gradients are to be clipped, and a sparse model has none.
+        ConfigError: the workers are not on one machine.
         PeerLostError, DeadlineError: a worker was lost before all had mapped the memory.
     """
     config = context.config
     model, data = config.model, config.run.job.data
-    if config.clip and isinstance(model, SparseModel):
-        raise ConfigError(
-            f"{config.clip} with a sparse model: each sample is an update, and is not clipped; leave it out"
-        )
     runtime, member = context.runtime, context.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
     names, epoch = names_of(member.notice.nodes, "worker"), member.notice.epoch
