@@ -5,7 +5,8 @@
 * Python blocks in them compile;
 * every Python file that a page names in backticks is there;
 * pages use the words of the glossary, and no clause that begins with "who" or "what" is a subject;
-* no file names a directory of somebody's machine.
+* no file names a directory of somebody's machine;
+* tables that say what goes with what are those of `trait_tables.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import trait_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
@@ -154,6 +157,7 @@ def main() -> int:
         *odd_words(),
         *broken_blocks(),
         *machine_paths(),
+        *trait_tables.outdated(),
     ]
     print("\n".join(found) or "documentation: nothing to complain about")
     return 1 if found else 0
