@@ -14,7 +14,7 @@ from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
 from gradstream.memory import Vector
-from gradstream.worker.replica.peer import PeerReplica
+from gradstream.worker.pairs.replica import PeerReplica
 
 Array = np.ndarray[Any, Any]
 LR = 2.0**-5

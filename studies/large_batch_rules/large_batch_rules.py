@@ -31,7 +31,7 @@ from gradstream.optim.groups import GroupedRule, add_up
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity
 from gradstream.transport.socket.tcp import TcpEndpoint
-from gradstream.worker.replica.updater import Updater
+from gradstream.worker.updater import Updater
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import command_line, origin

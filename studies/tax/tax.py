@@ -61,8 +61,8 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they 
         "gradstream.worker.gradient:usable": True,
         "gradstream.server.shard.inspection:length": 1.0,
         "gradstream.server.shard.store:Headroom.updated": None,
-        "gradstream.worker.replica.updater:check_updated": None,
-        "gradstream.worker.replica.group_peers:finite": True,
+        "gradstream.worker.updater:check_updated": None,
+        "gradstream.worker.group.peers:finite": True,
     },
     "ledger": {
         "gradstream.data.ledger:Ledger.receipt": NEEDED,

@@ -155,7 +155,7 @@ def test_downpour_resumed_has_every_sample_once(strategy: gs.Strategy) -> None:
 
 def test_checker_notices_a_cut_that_does_not_wait_for_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a worker reports that it is quiesced although its last push is not in the model."""
-    from gradstream.worker.replica.server import ServerReplica
+    from gradstream.worker.server.replica import ServerReplica
 
     async def hasty(self: Any) -> None:
         pass

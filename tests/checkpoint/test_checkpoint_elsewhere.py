@@ -24,7 +24,7 @@ from gradstream.testing.runs import QUICK, least_squares
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.simulated.endpoint import MemoryEndpoint
 from gradstream.wire import v1
-from gradstream.worker.exchange.group import _GroupSnapshot
+from gradstream.worker.group.exchange import _GroupSnapshot
 from whole_runs import same
 
 MODEL, DATA = least_squares(320, 400, seed=1, whole=False, dtype="float32", reduction="mean")

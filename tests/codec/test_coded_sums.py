@@ -13,8 +13,8 @@ from gradstream.codec.base import Codec, Encoder
 from gradstream.codec.named import float4, int8, one_bit, sign, top_k
 from gradstream.collectives.group import Group
 from gradstream.memory import Vector
-from gradstream.worker.replica import coded_sums
-from gradstream.worker.replica.coded_sums import CodedSums
+from gradstream.worker.group import coded_sums
+from gradstream.worker.group.coded_sums import CodedSums
 from kit.group_runs import VirtualRanks
 
 C = gs.codecs

@@ -16,7 +16,7 @@ from gradstream.memory import Memory
 from gradstream.model.base import Layout
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares
-from gradstream.worker.replica.coded_sums import LowRankSums, name_of
+from gradstream.worker.group.coded_sums import LowRankSums, name_of
 from whole_runs import same
 
 Array = np.ndarray[Any, Any]

@@ -15,7 +15,7 @@ from gradstream.checkpoint import Resume, to_resume
 from gradstream.run.begins_anew import begins_anew
 from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.worker.exchange.server import Remainders
+from gradstream.worker.remainders import Remainders
 from whole_runs import same, unexpected
 
 C = gs.codecs

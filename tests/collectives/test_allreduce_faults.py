@@ -18,7 +18,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.worker.replica.group_peers import GroupPeers
+from gradstream.worker.group.peers import GroupPeers
 from whole_runs import same, unexpected
 
 MODEL, DATA = least_squares(60, 700, whole=False)

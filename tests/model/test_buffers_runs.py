@@ -18,7 +18,7 @@ from gradstream.job.files import load_job
 from gradstream.model import TorchModel, average_buffers, from_torch
 from gradstream.run import simulated
 from gradstream.runtime.virtual import VirtualCluster
-from gradstream.worker.replica.base import Replica
+from gradstream.worker.replica import Replica
 
 SIZES = (6, 2)  # minibatches of the two workers: averages must be weighted
 

@@ -17,7 +17,7 @@ from gradstream.model.base import Batch
 from gradstream.model.factors import FactoredLayer, FactorPair, factored_layers_of
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.strategies import AllReduce
-from gradstream.worker.replica.sufficient_factors import outside
+from gradstream.worker.group.sufficient_factors import outside
 from whole_runs import same
 
 WIDE, CLASSES, SAMPLES = 72, 4, 48

@@ -13,7 +13,7 @@ from gradstream.memory import Memory
 from gradstream.optim import AdamW, Muon
 from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.optim.muon import orthogonal
-from gradstream.worker.replica.updater import Updater
+from gradstream.worker.updater import Updater
 from split_jobs import difference, run
 
 SHAPES = {"a.weight": (9, 14), "a.bias": (9,), "b.weight": (31, 3), "head.weight": (5, 31)}

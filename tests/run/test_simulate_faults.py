@@ -22,7 +22,7 @@ from gradstream.strategies import Downpour, ServerWorker, Strategy
 from gradstream.testing.runs import QUICK
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.wire.window import SequenceWindow
-from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.server.replica import ServerReplica
 
 NUM_SAMPLES = 24
 WORKERS, SERVERS = 2, 2

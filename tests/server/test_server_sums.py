@@ -35,7 +35,7 @@ from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.window import SequenceWindow
-from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.server.replica import ServerReplica
 
 NUM_SAMPLES = 24
 

@@ -30,8 +30,8 @@ from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.replica.rows import OwnSteps, RowReplica, RowSum
-from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.server.replica import ServerReplica
+from gradstream.worker.server.rows import OwnSteps, RowReplica, RowSum
 from whole_runs import same
 
 VOCABULARY, WIDTH = 700, 5

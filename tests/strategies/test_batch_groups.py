@@ -16,8 +16,8 @@ from gradstream.errors import ConfigError, GradientError, Interrupted
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.procedure import BLOCK, FEW, add, dot, perform
 from gradstream.testing.runs import kill_at, replace_at
-from gradstream.worker.replica.group import GroupReplica
-from gradstream.worker.replica.group_peers import GroupPeers
+from gradstream.worker.group.peers import GroupPeers
+from gradstream.worker.group.replica import GroupReplica
 
 pytestmark = pytest.mark.sim
 

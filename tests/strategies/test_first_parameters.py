@@ -13,8 +13,8 @@ from gradstream._simulate import simulate
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.testing.runs import least_squares
 from gradstream.worker import node
-from gradstream.worker.exchange.group import GroupExchange
-from gradstream.worker.replica.group_peers import GroupPeers
+from gradstream.worker.group.exchange import GroupExchange
+from gradstream.worker.group.peers import GroupPeers
 
 WORKERS, ELEMS = 3, 600
 MODEL, DATA = least_squares(24, ELEMS, whole=False, reduction="mean")

@@ -36,8 +36,8 @@ from gradstream.testing import check_strategy
 from gradstream.testing.properties import BrokenPropertyError, complete
 from gradstream.testing.runs import least_squares
 from gradstream.wire import v1
-from gradstream.worker.exchange.shared import Waits
-from gradstream.worker.replica.shared import SharedWords
+from gradstream.worker.shared.exchange import Waits
+from gradstream.worker.shared.replica import SharedWords
 from killing import Killer
 from whole_runs import train
 

@@ -20,7 +20,7 @@ from gradstream.server.shard.updates import Updates
 from gradstream.telemetry import noise_meter
 from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.testing.runs import QUICK, kill_at
-from gradstream.worker.replica.group_peers import GroupPeers
+from gradstream.worker.group.peers import GroupPeers
 from split_jobs import run as small_run
 
 FEATURES, SAMPLES, EVERY = 200, 128, 4

@@ -23,9 +23,9 @@ from gradstream.job.files import load_job
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Partition, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares, replace_at
-from gradstream.worker.exchange.assembly import Assembly
-from gradstream.worker.exchange.group import GroupExchange
-from gradstream.worker.replica.group_peers import GroupPeers
+from gradstream.worker.group.exchange import GroupExchange
+from gradstream.worker.group.peers import GroupPeers
+from gradstream.worker.group.setup import GroupAssembly
 
 WORKERS, EPOCHS, SAMPLES = 4, 1, 64
 WORLD = SimulationConfig(
@@ -383,7 +383,7 @@ def test_a_part_that_nobody_computes_is_noticed(
     monkeypatch: pytest.MonkeyPatch, undisturbed: Any, finals: Finals
 ) -> None:
     """Planted: nobody stands in, so the dead worker's samples are in no round."""
-    monkeypatch.setattr(Assembly, "_joint", lambda self, lost: None)
+    monkeypatch.setattr(GroupAssembly, "_joint", lambda self, lost: None)
     run, _ = run_with(kill_at("worker-1", 0.3))
     with pytest.raises(AssertionError):
         check(run, finals, undisturbed)

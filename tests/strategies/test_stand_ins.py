@@ -25,7 +25,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares, replace_at
 from gradstream.wire import v1
-from gradstream.worker.replica.stand_in import StandIn
+from gradstream.worker.server.stand_in import StandIn
 
 WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},

@@ -28,8 +28,8 @@ from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
 from gradstream.testing.strategies import BrokenPropertiesError
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica.group_peers import GroupPeers
-from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
+from gradstream.worker.group.peers import GroupPeers
+from gradstream.worker.group.setup import GroupMeter, GroupSetup
 
 LR, GRID = 2.0**-7, 2.0**-10
 FEATURES = 300  # with buckets of 128 elements three, the last one short

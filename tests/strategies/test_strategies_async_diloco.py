@@ -27,7 +27,7 @@ from gradstream.server.client.push import Update
 from gradstream.strategies.async_diloco import AsyncDiLoCo, EqualShares
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import kill_at, least_squares
-from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.server.replica import ServerReplica
 
 Array = np.ndarray[Any, Any]
 

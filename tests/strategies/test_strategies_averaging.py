@@ -28,7 +28,7 @@ from gradstream.strategies.averaging import Averaged
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, kill_at, least_squares
 from gradstream.testing.tokens import numbered
-from gradstream.worker.exchange.server import ServerExchange
+from gradstream.worker.server.exchange import ServerExchange
 
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements

@@ -23,7 +23,7 @@ from gradstream.testing import check_strategy
 from gradstream.testing.runs import QUICK, Sized, least_squares
 from gradstream.testing.tokens import numbered
 from gradstream.testing.trials import bad_world
-from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.server.replica import ServerReplica
 
 COSTS = {"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-2)))

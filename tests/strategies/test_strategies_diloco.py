@@ -30,7 +30,7 @@ from gradstream.strategies.base import Pushes, Strategy
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, kill_at, least_squares
 from gradstream.testing.tokens import numbered
-from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.server.replica import ServerReplica
 
 Array = np.ndarray[Any, Any]
 

@@ -26,8 +26,8 @@ from gradstream.testing.properties import BrokenPropertyError, Property, complet
 from gradstream.testing.runs import Sized, kill_at, least_squares
 from gradstream.testing.tokens import Tokens, numbered
 from gradstream.testing.trials import token_run
-from gradstream.worker.exchange.server import ServerExchange
-from gradstream.worker.replica.next_update import ElasticPull
+from gradstream.worker.server.exchange import ServerExchange
+from gradstream.worker.server.next_update import ElasticPull
 
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements

@@ -216,7 +216,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
             assert [event for event in run.events if event["event"] == "resumed"]
         assert same(whole, run)
     assert stops
-    monkeypatch.setattr("gradstream.worker.exchange.peers.read_own", lambda *where: None)  # the mean of all
+    monkeypatch.setattr("gradstream.worker.pairs.exchange.read_own", lambda *where: None)  # the mean of all
     assert not same(whole, gs.simulate(model, data, **options, storage=storage, resume=True))
 
 

@@ -23,7 +23,7 @@ from gradstream.strategies import ServerStrategy, ServerWorker, Strategy
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing import BrokenPropertiesError, check_strategy, properties
 from gradstream.testing.properties import BrokenPropertyError, Property
-from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.server.replica import ServerReplica
 
 
 @pytest.mark.parametrize(

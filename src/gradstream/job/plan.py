@@ -266,7 +266,7 @@ class RunPlan:
 
     @property
     def looks_first(self) -> bool:
-        """Whether workers look at their links before the first minibatch: see `worker.exchange.group.FirstLook`."""
+        """Whether workers look at their links before the first minibatch: see `worker.group.exchange.FirstLook`."""
         return self.link_choice is not None and self.link_choice.only_measures
 
     @property

@@ -14,7 +14,7 @@ passed its end, and backprop continues meanwhile. The last bucket is sent when t
 finite, and the update is made when all buckets have arrived. So a worker that dies or fails in the middle of a round
 leaves the others with the parameters of the last complete round. Where a gradient is not finite, all workers leave
 its round out. The others then form another group, do that round again, and one of them computes the dead worker's part
-from then on (`worker.exchange.group`). (With sharded=True a death ends the run, which goes back to its checkpoint.)
+from then on (`worker.group.exchange`). (With sharded=True a death ends the run, which goes back to its checkpoint.)
 
     bucket l ready at r_l, exchanged in a_l:  s_l = max(r_l, e_{l+1}),  e_l = s_l + a_l,  T = e_1 + t_update
 

@@ -118,7 +118,7 @@ class Server(Protocol):
 
 
 class Peers(Protocol):
-    """The workers of a run without servers, as one of them sees them; see `gradstream.worker.replica.group`.
+    """The workers of a run without servers, as one of them sees them; see `gradstream.worker.group.replica`.
 
     All of them call the same methods in the same order.
     """

@@ -27,7 +27,7 @@ first one zeros. Checkpoints have the u_i. A lost worker takes its own along; on
 exchanges (d = 0).
 
 Bytes a round and worker: those of an allreduce of the parameters, 2(W - 1)/W · 4N in a ring; with a codec those of
-`worker.replica.coded_sums`. All workers wait for the slowest once a round. A death or a newcomer is met as under
+`worker.group.coded_sums`. All workers wait for the slowest once a round. A death or a newcomer is met as under
 allreduce: the round begins anew, from w, and another worker computes the part of the lost one until a new process takes
 its place.
 

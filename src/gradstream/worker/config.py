@@ -25,7 +25,7 @@ from gradstream.wire.chunks import role_of_part
 from gradstream.worker.computed import Observer
 from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import Loop
-from gradstream.worker.replica.updater import UpdateRule
+from gradstream.worker.updater import UpdateRule
 
 
 class FormGroup(Protocol):

@@ -21,7 +21,7 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluation import DueEvaluations, Evaluation, check_goals, check_outputs, evaluate
 from gradstream.worker.final_model import keep_if_best
 from gradstream.worker.parts.worker import ReplicaLead
-from gradstream.worker.replica.base import Replica
+from gradstream.worker.replica import Replica
 from gradstream.worker.schedule import Schedule
 
 

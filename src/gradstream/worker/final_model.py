@@ -17,7 +17,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Storage, Work
 from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error, disk_remedy
 from gradstream.telemetry.events import DiskEvent, Event
-from gradstream.worker.replica.base import Replica
+from gradstream.worker.replica import Replica
 
 FINAL_MODEL = "checkpoints/final/model.safetensors"
 BEST_MODEL = "checkpoints/best/model.safetensors"

@@ -20,7 +20,7 @@ from gradstream.model.base import Batch, usable
 from gradstream.runtime.base import Report
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.gradient import Differentiator
-from gradstream.worker.replica.updater import Updater, UpdateRule
+from gradstream.worker.updater import Updater, UpdateRule
 
 UNSENT = "unsent"
 """Name of how far a worker has come since its last exchange began, in checkpoints."""

@@ -25,7 +25,7 @@ from gradstream.runtime.base import Report, Runtime
 from gradstream.telemetry.events import LogEvent
 from gradstream.transport.base import Endpoint
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, Result, SampleBatch
-from gradstream.worker.replica.base import Replica
+from gradstream.worker.replica import Replica
 from gradstream.worker.schedule import ScheduleHooks
 
 

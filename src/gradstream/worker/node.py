@@ -29,18 +29,18 @@ from gradstream.strategies.base import PeerStrategy, ServerStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
+from gradstream.worker.assembly import Assembly
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluator import Evaluator
-from gradstream.worker.exchange.assembly import Assembly
-from gradstream.worker.exchange.base import Exchange, ExchangeContext
+from gradstream.worker.exchange import Exchange, ExchangeContext
 from gradstream.worker.final_model import write_final_model
 from gradstream.worker.loop import LoopContext, LoopSource
 from gradstream.worker.parts.lead import LedSchedule
 from gradstream.worker.parts.worker import ReplicaLead
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
-from gradstream.worker.replica.base import Replica
+from gradstream.worker.replica import Replica
 from gradstream.worker.schedule import BatchQueue, BatchSource, Schedule, ShareReporter
 
 # ---- recorder ----------------------------------------------------------------------------

@@ -134,6 +134,9 @@ WARM = (
     "safetensors.numpy",
     "gradstream.data",
     "gradstream.run.node",
+    "gradstream.worker.group.exchange",
+    "gradstream.worker.pairs.exchange",
+    "gradstream.worker.shared.exchange",
     "gradstream.run.launcher",
     "gradstream.transport.carriers",
 )

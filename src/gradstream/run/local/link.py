@@ -92,7 +92,7 @@ _EXPECTED = "expected a named pipe of this user, which gradstream has made: end 
 
 # ---- link --------------------------------------------------------------------------------
 
-OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
+OF_SERVERS = "gradstream.run.shard", "gradstream.worker.server.exchange"
 """Modules of the nodes of a run with servers."""
 
 OF_PARTS = "gradstream.worker.parts", "gradstream.split.cut", "torch._dynamo"

@@ -7,7 +7,7 @@
 An update of a round is made in all parts of a replica, or in none. So its parts have parameters of one version, and
 whoever of another replica dies, the round can be done again.
 
-Without rounds, a replica also computes gradients of lost workers (`worker.exchange.redo`), at any time. The worker
+Without rounds, a replica also computes gradients of lost workers (`worker.server.redo`), at any time. The worker
 then tells before each gradient whose turn it is, so that all parts compute the same one.
 """
 

@@ -15,10 +15,10 @@ from gradstream.server.client.push import Update
 from gradstream.wire import v1
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import JointSource
-from gradstream.worker.joint_gradient import JointGradient
+from gradstream.worker.group.joint_gradient import JointGradient
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.messages import PartStandsIn
-from gradstream.worker.replica.stand_in import PresentRound, StandIn
+from gradstream.worker.server.stand_in import PresentRound, StandIn
 
 # ---- joint gradient ----------------------------------------------------------------------
 

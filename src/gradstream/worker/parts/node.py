@@ -22,10 +22,10 @@ from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import replica_of
+from gradstream.worker.assembly import Assembly
 from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.exchange.assembly import Assembly
-from gradstream.worker.exchange.base import Exchange, ExchangeContext
+from gradstream.worker.exchange import Exchange, ExchangeContext
 from gradstream.worker.gradient import Clip
 from gradstream.worker.node import eviction_of, first_version_of, init_of
 from gradstream.worker.parts.agreement import Agreed, Agreement, at_once
@@ -42,7 +42,7 @@ from gradstream.worker.parts.messages import (
 from gradstream.worker.parts.outputs import compute_outputs, send_parameters, test_sizes
 from gradstream.worker.parts.sources import begin_predictors, gradients_of
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
-from gradstream.worker.replica.base import Replica
+from gradstream.worker.replica import Replica
 from gradstream.worker.schedule import Schedule, ScheduleHooks
 
 # ---- follower ----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from gradstream.sparse.updates import LOOKS, num_locks
 from gradstream.strategies import api
 from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
-from gradstream.worker.replica.base import Replica, ReplicaContext
+from gradstream.worker.replica import Replica, ReplicaContext
 
 # ---- shared words ------------------------------------------------------------------------
 # Words in shared memory by which workers that share one vector tell each other their progress.

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
-
-from gradstream.checkpoint.manifest import Resume
-from gradstream.checkpoint.own_tensors import answering, read_own
-from gradstream.codec.base import Codec, Encoder
-from gradstream.codec.low_rank import PowerSGD
+from gradstream.codec.base import Encoder
 from gradstream.coordinator.progress import receipt_of
-from gradstream.errors import DataError
-from gradstream.memory import Vector
-from gradstream.model.base import Layout
-from gradstream.runtime.base import Runtime, Work
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.client.push import SettledPushes
@@ -25,140 +16,37 @@ from gradstream.server.rows import RowMap
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
 from gradstream.telemetry.wait_attribution import TrafficReports
-from gradstream.transport.base import Endpoint
-from gradstream.untrusted import say
 from gradstream.wire import v1
 from gradstream.wire.chunks import Placement
-from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
-from gradstream.worker.exchange.redo import Redos
+from gradstream.worker.assembly import Assembly
+from gradstream.worker.exchange import Exchange, ExchangeContext, Transfers
 from gradstream.worker.gradient import GradientSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartSource
 from gradstream.worker.parts.joint_gradient import PartStandIn
 from gradstream.worker.registration import row_exchange_of, row_spec_for
-from gradstream.worker.replica.base import ReplicaContext
-from gradstream.worker.replica.rows import RowReplica
-from gradstream.worker.replica.server import ServerReplica
-from gradstream.worker.replica.stand_in import StandIn
-
-# ---- remainders --------------------------------------------------------------------------
-# `Remainders`: what a worker has not sent yet, in memory and in checkpoints.
-#
-# What its codec keeps between two pushes or rounds; and how far it has come since the exchange of its round began,
-# where it computes meanwhile (`GroupStrategy.delay`).
+from gradstream.worker.remainders import encoder_of
+from gradstream.worker.replica import ReplicaContext
+from gradstream.worker.server.redo import Redos
+from gradstream.worker.server.replica import ServerReplica
+from gradstream.worker.server.rows import RowReplica
+from gradstream.worker.server.stand_in import StandIn
 
 
-def codec_state(codec: Codec | PowerSGD | None) -> Sequence[str]:
-    """Names of the vectors that a codec keeps."""
-    if codec is None:
-        return ()
-    return ("residual",) if isinstance(codec, PowerSGD) else codec.state_names
-
-
-class Remainders:
-    """Holds vectors of one worker. They are zero at first.
-
-    Args:
-        runtime: of the worker's node.
-        layout: of the parameters that the worker exchanges.
-        names: of the vectors.
-
-    Attributes:
-        vectors: by name, each as long as the parameters.
-        bases: further tensors, by name: see `LowRankSums`.
-    """
-
-    def __init__(self, runtime: Runtime, layout: Layout, names: Sequence[str]) -> None:
-        self._runtime = runtime
-        allocate = partial(runtime.memory.allocate, layout.elems, layout.dtype)
-        self.vectors: Mapping[str, Vector] = {name: allocate(name) for name in names}
-        self.bases: dict[str, torch.Tensor] = {}
-
-    def serve(self, endpoint: Endpoint) -> None:
-        """Gives the coordinator a copy for each checkpoint."""
-        endpoint.serve("remainders", answering(self._state), model=False)
-
-    async def _state(self) -> Mapping[str, torch.Tensor]:
-        if self._runtime.memory.shape_only:
-            return {}
-        return {**{name: vector.tensor for name, vector in self.vectors.items()}, **self.bases}
-
-    async def restore(self, resume: Resume) -> None:
-        """Takes over what the checkpoint has of this worker. A worker that was not in it begins at zero.
-
-        Raises:
-            DataError: the file is of another model, or another codec.
-        """
-        runtime, node = self._runtime, self._runtime.node
-        read = partial(read_own, runtime.storage, resume.folder, "remainders", node)
-        found = await runtime.beside(read, work=Work("restore"))
-        if found is None:
-            say(
-                f"{node} begins with nothing left to send; {resume.folder} on this machine has no file of that"
-            )
-            return
-        expected = {name: vector.tensor for name, vector in self.vectors.items()}
-        form = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()}
-        if form != {name: (found[name].shape, found[name].dtype) for name in form if name in found}:
-            raise DataError(
-                f"{node}: the remainders in {resume.folder} do not fit this model, codec and strategy; resume from "
-                "another checkpoint, or leave codec and delay out"
-            )
-        for name, tensor in found.items():
-            if name in expected:
-                expected[name].copy_(tensor)
-            else:
-                self.bases[name] = tensor
-
-
-# ---- server ------------------------------------------------------------------------------
-
-
-def server_exchange(
-    context: ExchangeContext,
-    strategy: ServerStrategy,
-    parts: ReplicaContext,
-    source_of: Callable[[int], GradientSource],
-    agreement: Agreement | None = None,
-    remainders: Remainders | None = None,
-) -> ServerExchange:
-    """Makes the exchange of a worker, with a replica that sends rows where the strategy asks for it.
-
-    Args:
-        context: the worker's place in the run.
-        strategy: strategy of the run.
-        parts: parts of its replica.
-        source_of: makes the source of another rank's gradients, for which the worker may stand in.
-        agreement: with the other processes of its replica; None if there are none.
-        remainders: what the codec keeps; None without one.
-    """
-    config = context.config
-    changed = row_exchange_of(config)
+async def make(assembly: Assembly) -> ServerExchange:
+    """Makes a worker's exchange, with a replica that sends rows where the strategy asks for it."""
+    context, config, agreement = assembly.context, assembly.config, assembly.agreement
+    parts, changed, strategy = assembly.replica_context(), row_exchange_of(config), config.run.strategy
+    assert isinstance(strategy, ServerStrategy)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
-    make, rows = partial(kind, parts), row_spec_for(config)
-    exchange = ServerExchange(
-        context,
-        strategy,
-        make,
-        rows,
-        encoder_of(context, remainders),
-    )
+    encoder = encoder_of(context, assembly.remainders)
+    exchange = ServerExchange(context, strategy, partial(kind, parts), row_spec_for(config), encoder)
     if config.losses.stands_in:
-        kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
-        exchange.let_stand_in(parts, source_of, kind_of)
+        stand_in = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
+        exchange.let_stand_in(parts, assembly.source_of, stand_in)
     if config.losses.redoes:
         exchange.redo_torn(parts, agreement)
     return exchange
-
-
-def encoder_of(context: ExchangeContext, kept: Remainders | None) -> Encoder | None:
-    """Encodes what this worker exchanges; None where its codec encodes nothing by itself."""
-    config, codec = context.config, context.config.run.codec
-    if kept is None or codec is None or isinstance(codec, PowerSGD):
-        return None
-    state = {name: kept.vectors[name] for name in codec.state_names}
-    seed = f"{config.run.job.seed}/{context.runtime.node}"
-    return Encoder(codec, config.model.layout.dtype, seed, state)
 
 
 class ServerExchange(Exchange):

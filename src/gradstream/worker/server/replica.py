@@ -26,10 +26,10 @@ from gradstream.server.client.fetch import Arrival
 from gradstream.server.client.push import Update
 from gradstream.strategies import api
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica.base import Attendance, Replica, ReplicaContext, vector_of
-from gradstream.worker.replica.next_update import ElasticPull, LocalStep, NextUpdate, add_scaled
-from gradstream.worker.replica.stand_in import PresentRound, StandIn
-from gradstream.worker.replica.updater import Updater
+from gradstream.worker.replica import Attendance, Replica, ReplicaContext, vector_of
+from gradstream.worker.server.next_update import ElasticPull, LocalStep, NextUpdate, add_scaled
+from gradstream.worker.server.stand_in import PresentRound, StandIn
+from gradstream.worker.updater import Updater
 
 
 class ServerReplica(Replica):

@@ -40,7 +40,7 @@ from gradstream.errors import ConfigError, DataError
 from gradstream.memory import Span, Vector
 from gradstream.model.base import Layout, finite
 from gradstream.runtime.base import Runtime, Work
-from gradstream.worker.replica.sufficient_factors import outside
+from gradstream.worker.group.sufficient_factors import outside
 
 # ---- coded sums --------------------------------------------------------------------------
 

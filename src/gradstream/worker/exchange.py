@@ -16,7 +16,7 @@ from gradstream.telemetry.events import Event, TransferEvent
 from gradstream.telemetry.wait_attribution import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.replica.base import Replica
+from gradstream.worker.replica import Replica
 
 MAX_TRANSFERS = 128
 """Number of transfers that are reported one by one between two reports of process metrics."""

@@ -10,7 +10,7 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.server.client.push import Update
 from gradstream.worker.computed import ComputedGradient
-from gradstream.worker.replica.updater import Factors
+from gradstream.worker.updater import Factors
 
 # ---- next update -------------------------------------------------------------------------
 

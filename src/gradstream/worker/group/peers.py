@@ -27,9 +27,9 @@ from gradstream.strategies import api
 from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
 from gradstream.wire import v1
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
-from gradstream.worker.replica.base import ReplicaContext
-from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
-from gradstream.worker.replica.sufficient_factors import outside
+from gradstream.worker.group.setup import GroupMeter, GroupSetup
+from gradstream.worker.group.sufficient_factors import outside
+from gradstream.worker.replica import ReplicaContext
 
 
 class UpdatedReplica(Protocol):

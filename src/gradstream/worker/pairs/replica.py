@@ -22,7 +22,7 @@ from gradstream.transport.silence import Broadcast
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.local_steps import LocalParameters
 from gradstream.worker.loop import LoopSource
-from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
+from gradstream.worker.replica import Replica, ReplicaContext, vector_of
 
 
 class PeerReplica(Replica):

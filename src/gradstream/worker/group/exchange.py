@@ -20,11 +20,12 @@ from gradstream.runtime.base import Runtime, Storage, Work, awaited_later
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent, GroupEvent, RehearsedEvent
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap, PartMap, part_of
-from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
-from gradstream.worker.exchange.forming import LOST, GroupForming
-from gradstream.worker.replica.group import GroupReplica
-from gradstream.worker.replica.group_setup import GroupSetup
+from gradstream.wire.chunks import ChunkMap, PartMap, part_map_of, part_of
+from gradstream.worker.assembly import Assembly
+from gradstream.worker.exchange import Exchange, ExchangeContext, Transfers
+from gradstream.worker.group.forming import LOST, GroupForming
+from gradstream.worker.group.replica import GroupReplica
+from gradstream.worker.group.setup import GroupAssembly, GroupSetup
 
 # ---- first look --------------------------------------------------------------------------
 # `FirstLook`: whether a phase that only measures its links has to wait for a sum at all.
@@ -90,6 +91,43 @@ class FirstLook:
 
 
 # ---- group -------------------------------------------------------------------------------
+
+
+async def make(assembly: Assembly) -> GroupExchange:
+    """Makes a worker's exchange, once all workers have formed their group.
+
+    Raises:
+        ConfigError: the workers cannot form it.
+        PeerLostError, DeadlineError: another worker was lost meanwhile.
+    """
+    config, context, layout = assembly.config, assembly.context, assembly.config.model.layout
+    strategy, look, heard = config.run.strategy, None, context.member.emit
+    assert isinstance(strategy, GroupStrategy)
+    if config.run.looks_first:
+        size_bytes, answer_s = layout.elems * layout.dtype.itemsize, config.run.job.deadlines.silence_s
+        look = FirstLook(context.runtime, size_bytes, context.member.emit, answer_s)
+        heard = look.heard
+    groups = GroupAssembly(assembly, strategy, heard)
+    forming = GroupForming(
+        context.runtime,
+        context.member,
+        groups.form,
+        survives=config.losses.stands_in and not context.runtime.memory.shape_only,
+        interrupt=assembly.batch_gate.interrupt,
+        agreement=assembly.agreement,
+        alone=config.run.workers == 1,
+    )
+    first = await forming.through(lambda group: groups.setup(group, forming.notice))
+    return GroupExchange(
+        context,
+        strategy,
+        forming,
+        groups.setup,
+        partial(GroupReplica, assembly.replica_context(), first, whole=forming.whole, delay=strategy.delay),
+        (layout.elems, config.chunk_elems),
+        None if config.run.parts == 1 else part_map_of(context.member.notice.model, config.part),
+        look,
+    )
 
 
 class GroupExchange(Exchange):

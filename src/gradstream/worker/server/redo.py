@@ -28,10 +28,10 @@ from gradstream.server.client.client import ServerClient
 from gradstream.server.client.push import Update
 from gradstream.wire import v1
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.exchange.base import ExchangeContext
+from gradstream.worker.exchange import ExchangeContext
 from gradstream.worker.gradient import differentiate
-from gradstream.worker.replica.base import ReplicaContext
-from gradstream.worker.replica.next_update import NextUpdate, add_scaled
+from gradstream.worker.replica import ReplicaContext
+from gradstream.worker.server.next_update import NextUpdate, add_scaled
 
 Key = tuple[str, int, int]
 """Name and incarnation of a lost worker, and the number of its push."""

@@ -26,9 +26,9 @@ from gradstream.server.rows import RowMap, RowPart, RowRange, clipped, joined, p
 from gradstream.strategies import api
 from gradstream.strategies.base import RowExchange
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica.base import ReplicaContext
-from gradstream.worker.replica.server import ServerReplica
-from gradstream.worker.replica.updater import Factors
+from gradstream.worker.replica import ReplicaContext
+from gradstream.worker.server.replica import ServerReplica
+from gradstream.worker.updater import Factors
 
 # ---- row sum -----------------------------------------------------------------------------
 # The gradients that a worker has accumulated and not pushed yet, and which of their rows it sends.

@@ -30,8 +30,8 @@ from gradstream.telemetry.wait_attribution import Stopwatch, WaitAttribution
 from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.computed import ComputedGradient, Observer, Refusals, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource, differentiate
-from gradstream.worker.replica.updater import LocalRule
 from gradstream.worker.schedule import BatchSchedule, Schedule, ScheduleHooks
+from gradstream.worker.updater import LocalRule
 
 # ---- step meter --------------------------------------------------------------------------
 # Measures a worker's steps, and describes each as an event.

@@ -26,8 +26,10 @@ from gradstream.transport.base import Endpoint, Stream
 from gradstream.untrusted import say
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
-from gradstream.worker.replica.peer import PeerReplica
+from gradstream.worker.assembly import Assembly
+from gradstream.worker.exchange import Exchange, ExchangeContext, Transfers
+from gradstream.worker.pairs.replica import PeerReplica
+from gradstream.worker.remainders import encoder_of
 
 # ---- peer states -------------------------------------------------------------------------
 # `PeerStates`: what a worker with parameters of its own gives to others, by the method "replica".
@@ -203,6 +205,30 @@ def go_on_after(replica: PeerReplica, found: Mapping[str, torch.Tensor]) -> None
 
 GONE = (PeerLostError, DeadlineError)
 """What a worker that does not answer raises."""
+
+
+async def make(assembly: Assembly) -> PeerExchange:
+    """Makes a worker's exchange."""
+    config, context, meetings = assembly.config, assembly.context, assembly.meetings
+    strategy, member, resume = config.run.strategy, context.member, context.resume
+    assert meetings is not None and isinstance(strategy, PeerStrategy)
+    return PeerExchange(
+        context,
+        strategy,
+        meetings,
+        lambda transfers: PeerReplica(
+            assembly.replica_context(),
+            meetings,
+            config.run.job.seed,
+            strategy,
+            lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
+            encoder_of(context, assembly.remainders),
+            transfers,
+            member.emit,
+        ),
+        restores=resume is not None and resume.replicas == config.run.replicas,
+        chunk_elems=config.chunk_elems,
+    )
 
 
 class PeerExchange(Exchange):

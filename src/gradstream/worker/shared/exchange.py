@@ -28,9 +28,9 @@ from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.exchange.base import Exchange, ExchangeContext
-from gradstream.worker.replica.base import ReplicaContext
-from gradstream.worker.replica.shared import SharedReplica, SharedWords
+from gradstream.worker.assembly import Assembly
+from gradstream.worker.exchange import Exchange, ExchangeContext
+from gradstream.worker.shared.replica import SharedReplica, SharedWords
 
 LOOK_S = 1e-3
 """Seconds between two looks at a word that another worker is to write."""
@@ -42,20 +42,15 @@ _TORCH = {
 }
 
 
-async def form_shared(
-    context: ExchangeContext, parts: ReplicaContext, strategy: SharedMemoryStrategy
-) -> SharedExchange:
-    """Makes the exchange, together with all other workers: they map the memory that they share, and sparse data in it.
-
-    Args:
-        context: the worker's place in the run.
-        parts: parts of the replica.
-        strategy: strategy of the run.
+async def make(assembly: Assembly) -> SharedExchange:
+    """Makes a worker's exchange, together with all other workers: they map the memory that they share.
 
     Raises:
         ConfigError: the workers are not on one machine.
         PeerLostError, DeadlineError: a worker was lost before all had mapped the memory.
     """
+    context, parts, strategy = assembly.context, assembly.replica_context(), assembly.config.run.strategy
+    assert isinstance(strategy, SharedMemoryStrategy)
     config = context.config
     model, data = config.model, config.run.job.data
     runtime, member = context.runtime, context.member

@@ -16,10 +16,10 @@ from gradstream.runtime.base import Work, awaited_later
 from gradstream.strategies import api
 from gradstream.telemetry.wait_attribution import Transfer, WaitAttribution
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
+from gradstream.worker.group.peers import GroupPeers
+from gradstream.worker.group.setup import GroupMeter, GroupSetup
 from gradstream.worker.local_steps import LocalSteps
-from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
-from gradstream.worker.replica.group_peers import GroupPeers
-from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
+from gradstream.worker.replica import Replica, ReplicaContext, vector_of
 from gradstream.worker.schedule import Schedule
 
 # ---- rehearsal ---------------------------------------------------------------------------

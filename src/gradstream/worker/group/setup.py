@@ -1,0 +1,270 @@
+"""How one worker exchanges in a group, and what it counts of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from gradstream.codec.low_rank import PowerSGD
+from gradstream.collectives.group import Buckets, Group, GroupMembers
+from gradstream.data.joined import JoinedPlan
+from gradstream.memory import Span, Vector
+from gradstream.model.factors import factored_layers_of
+from gradstream.runtime.base import Runtime
+from gradstream.strategies.base import GroupStrategy
+from gradstream.telemetry.events import GROUP, Event
+from gradstream.telemetry.noise_meter import NoiseMeter
+from gradstream.telemetry.wait_attribution import Kind, Transfer, WaitAttribution
+from gradstream.wire import v1
+from gradstream.wire.chunks import member_name
+from gradstream.worker.assembly import Assembly
+from gradstream.worker.group.coded_sums import CodedSums, LowRankSums
+from gradstream.worker.group.joint_gradient import JointGradient
+from gradstream.worker.group.sufficient_factors import SufficientFactors
+from gradstream.worker.parts.joint_gradient import PartJointGradient
+from gradstream.worker.remainders import encoder_of
+from gradstream.worker.schedule import Schedule
+from gradstream.worker.updater import Updater
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSetup:
+    """How the workers of a run exchange in a group, and who updates which parameters.
+
+    Args:
+        group: the workers.
+        buckets: division of the flat vector into parts that are exchanged one after the other.
+        updater: the update rule, with the state that this worker keeps.
+        sharded: each worker updates only its own slice of every bucket.
+        parameters: parameters of this worker; if sharded in shared memory, one vector of all workers.
+        spare: where a death during an update is survived though each worker updates its own slices: a second vector for
+            the parameters, and for each state, into which the update is made.
+        factors: exchanges layers as factors; None if no layer may be.
+        stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
+        joint: computes the parts of this worker and of those for which it stands in; None if it does for nobody.
+        coded: sums gradients whose parts travel encoded; None where they travel as they are.
+        low_rank: sums matrices as products of thin ones; None where they are summed as they are.
+        noise: gets the squares of gradients, where they are measured; else None.
+    """
+
+    group: Group
+    buckets: Buckets
+    updater: Updater
+    sharded: bool
+    parameters: Vector
+    spare: Sequence[Vector] = ()
+    factors: SufficientFactors | None = None
+    stand_ins: Mapping[int, int] = field(default_factory=dict)
+    joint: JointGradient | None = None
+    noise: NoiseMeter | None = None
+    coded: CodedSums | None = None
+    low_rank: LowRankSums | None = None
+
+    @property
+    def owned(self) -> Sequence[tuple[int, int]]:
+        """[start, stop) of this worker's slices of all buckets."""
+        return self.buckets.owned(self.group.rank)
+
+
+class GroupMeter:
+    """Counts a worker's exchanges in its group, and the time that it waits for them.
+
+    Args:
+        runtime: runtime of the worker's node.
+        attribution: takes down for whom the worker waited: for the group, or for its own update.
+        on_transfer: called with each exchange of a whole gradient.
+
+    Attributes:
+        num_rounds: number of updates.
+        exchanged_bytes: bytes that the worker has given to exchanges.
+        whole_bytes: bytes that it would have given, had all been summed as it is.
+    """
+
+    def __init__(
+        self, runtime: Runtime, attribution: WaitAttribution, on_transfer: Callable[[Transfer], None]
+    ) -> None:
+        self.num_rounds = 0
+        self.exchanged_bytes = self.whole_bytes = 0
+        self._runtime = runtime
+        self._attribution = attribution
+        self._on_transfer = on_transfer
+        self._exchange_s = 0.0  # in this round
+
+    def waited(self, begun_ns: int) -> None:
+        """The worker has waited for the group since `begun_ns`."""
+        self._attribution.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
+
+    def exchanged(self, sent: Sequence[Span], begun_ns: int, *, whole: int | None = None) -> None:
+        """The exchange of spans, which began at `begun_ns`, is done; they stand for so many bytes, or for their own."""
+        sent_bytes = sum(span.tensor.nbytes for span in sent)
+        self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
+        self.waited(begun_ns)
+        self.exchanged_bytes += sent_bytes
+        self.whole_bytes += sent_bytes if whole is None else whole
+
+    def commanded(self, begun_ns: int) -> None:
+        """Commands on the worker's own vectors, which began at `begun_ns`, are done."""
+        self._attribution.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())
+
+    def updated(self, parameters: Vector, begun_ns: int) -> None:
+        """The round's update, which began at `begun_ns`, is done."""
+        self._attribution.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())
+        self.num_rounds += 1
+        self._on_transfer(Transfer("push", self._exchange_s, parameters.tensor.nbytes))
+        self._exchange_s = 0.0
+
+
+class GroupAssembly:
+    """Forms a worker's groups, and makes its setup in each.
+
+    Args:
+        assembly: what the exchange is made of.
+        strategy: strategy of the run.
+        heard: called with events that describe a group.
+    """
+
+    def __init__(self, assembly: Assembly, strategy: GroupStrategy, heard: Callable[[Event], None]) -> None:
+        self._assembly = assembly
+        self._config = assembly.config
+        self._context = assembly.context
+        self._strategy = strategy
+        self._heard = heard
+
+    async def form(self, notice: v1.Notice) -> Group:
+        """Forms the group of the workers that are in."""
+        config, context = self._config, self._context
+        part = config.part  # a worker that is in has all its parts
+        names = [member_name(part, node.rank) for node in notice.nodes if node.role == "worker"]
+        rank = names.index(context.runtime.node)
+        members = GroupMembers(names, rank, notice.epoch, config.run.job.deadlines.silence_s)
+        return await config.form_group(
+            context.runtime,
+            context.endpoint,
+            members,
+            on_event=self._heard,
+        )
+
+    async def setup(self, group: Group, notice: v1.Notice, before: GroupSetup | None = None) -> GroupSetup:
+        """How this worker exchanges in the group of a notice; takes over from the setup before what can stay."""
+        config, layout = self._config, self._config.model.layout
+        sharded = self._strategy.sharded
+        if sharded is None:  # a user's loop may look at all parameters after another worker's death
+            alone = config.loop is None and config.run.parts == 1
+            grouped = config.update_rule[1]
+            alone = (
+                alone and not (grouped is not None and grouped.whole_matrices) and config.run.codec is None
+            )
+            sharded = group.shares_memory and alone and not self._strategy.factors
+        bucket_elems = self._strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
+        buckets = Buckets(layout.elems, bucket_elems, group.size)
+        spare: Sequence[Vector] = ()
+        if before is not None and not (sharded or before.sharded):
+            parameters, updater = before.parameters, before.updater
+        elif sharded:
+            parameters, updater, spare = await self._common(group, buckets)
+        else:
+            parameters = group.allocate(
+                layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
+            )
+            updater = self._updater(self._context.runtime.memory.allocate, [(0, layout.elems)])
+        stand_ins = {one.rank: int(one.worker.rpartition("-")[2]) for one in notice.stand_ins}
+        return GroupSetup(
+            group=group,
+            buckets=buckets,
+            updater=updater,
+            sharded=sharded,
+            parameters=parameters,
+            spare=spare,
+            factors=None
+            if sharded or stand_ins or config.run.job.noise_scale or config.run.codec is not None
+            else self._sufficient_factors(group),
+            stand_ins=stand_ins,
+            joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
+            noise=self._noise(group) if config.run.job.noise_scale else None,
+            coded=self._coded(group, buckets),
+            low_rank=self._low_rank(group, buckets),
+        )
+
+    def _low_rank(self, group: Group, buckets: Buckets) -> LowRankSums | None:
+        config, kept, runtime = self._config, self._assembly.remainders, self._context.runtime
+        if kept is None or not isinstance(config.run.codec, PowerSGD):
+            return None
+        layout, left = config.model.layout, kept.vectors["residual"]
+        return LowRankSums(
+            runtime, group, layout, buckets.bounds, config.run.codec, config.run.job.seed, left, kept.bases
+        )
+
+    def _coded(self, group: Group, buckets: Buckets) -> CodedSums | None:
+        context = self._context
+        encoder = encoder_of(context, self._assembly.remainders)
+        return None if encoder is None else CodedSums(context.runtime, group, buckets.bounds, encoder)
+
+    def _noise(self, group: Group) -> NoiseMeter:
+        parts = self._config.run.parts
+        return NoiseMeter(self._config.rank, group.size * parts, pieces=1, emit=self._context.member.emit)
+
+    async def _common(self, group: Group, buckets: Buckets) -> tuple[Vector, Updater, Sequence[Vector]]:
+        """Parameters that all workers share, the rule for this worker's slices of them, and vectors to spare.
+
+        Where the loss of a worker is survived, the workers share the rule's state as well, and have all of it twice.
+        """
+        config, layout = self._config, self._config.model.layout
+        common = partial(group.common, layout.elems, layout.dtype)
+        parameters = await common("parameters")
+        if not config.losses.stands_in or group.size == 1:
+            owned = buckets.owned(group.rank)
+            return parameters, self._updater(self._context.runtime.memory.allocate, owned), ()
+        names = config.update_rule[0].state_names
+        states = {name: await common(name) for name in names}
+        spare = [await common(name) for name in ("parameters", *names)]
+        return parameters, self._updater(lambda elems, dtype, name: states[name], [(0, layout.elems)]), spare
+
+    def _updater(
+        self, allocate: Callable[[int, torch.dtype, str], Vector], ranges: Sequence[tuple[int, int]]
+    ) -> Updater:
+        return Updater(allocate, *self._config.update_rule, ranges, self._config.model.layout.dtype)
+
+    def _joint(self, lost: Sequence[int]) -> JointGradient | None:
+        """The gradients of this worker and of the lost ones for which it stands in."""
+        if not lost:
+            return None
+        config, model = self._config, self._config.model
+        assert isinstance(self._assembly.source, Schedule)
+        part = self._context.runtime.memory.allocate(model.layout.elems, model.layout.dtype, "part")
+        sources = {rank: self._assembly.source_of(rank) for rank in (config.rank, *lost)}
+        if self._assembly.place is not None:
+            return PartJointGradient(
+                self._context.runtime, sources, self._assembly.source, model.reduction, part
+            )
+        return JointGradient(sources, self._assembly.source, model.reduction, part)
+
+    def _sufficient_factors(self, group: Group) -> SufficientFactors | None:
+        """The layers that may be exchanged as factors; None if there are none."""
+        config, context = self._config, self._context
+        layers = factored_layers_of(config.model)
+        alone = config.loop is None and config.run.parts == 1
+        several = isinstance(config.plan, JoinedPlan) or not alone or bool(config.clip)
+        guessed = self._strategy.factors is None and context.runtime.memory.shape_only
+        if several or not layers or config.run.workers == 1 or guessed:  # only a backward pass knows
+            return None
+        hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == config.role}
+        near = group.shares_memory or len(hosts) == 1
+        num_workers = config.run.workers
+        return SufficientFactors(
+            context.runtime,
+            group,
+            layers,
+            lambda layer, rows: self._strategy.as_factors(layer, rows, num_workers, near),
+            config.model.layout.dtype,
+            lambda event: context.member.emit(event) if config.rank == 0 else None,
+        )
+
+
+def _host_of(address: str) -> str:
+    """The host of an address host:port; any other address whole."""
+    first = address.split(" ")[0]
+    host, _, port = first.rpartition(":")
+    return host if port.isdigit() else first

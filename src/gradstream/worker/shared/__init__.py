@@ -1,0 +1,1 @@
+"""Through one vector in memory that all workers of a machine write."""
