@@ -116,14 +116,10 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     return rows + [(f"test {name}", f"{value:.4g}") for name, value in evaluation.metrics.items()]
 
 
-_IN_PAIRS = ("gossip", "noloco", "push-sum")
-_STEP_OF = dict.fromkeys(("local-sgd", *_IN_PAIRS), "rounds of a worker each")
-"""What a step is under strategies whose step is no minibatch."""
-
-
 def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows (name, figure with unit) of a run's summary; figures that the run lacks are left out."""
     s = summary
+    rounds = s["trains_locally"] and s["way"] in ("group", "pairs")  # a step is a round of many minibatches
     rows = [
         ("model", _of(s["num_parameters"] or None, "{:,} parameters")),
         (
@@ -134,7 +130,10 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("links", _of(s.get("links"), "{}")),
         ("chunks", _of((s["servers"] and s.get("chunk_elems")) or None, "of {:,} elements")),
         ("optimizer", _of(s["optimizer"], "{}")),
-        ("samples", f"{s['samples']:,} in {s['steps']:,} {_STEP_OF.get(s['strategy'], 'minibatches')}"),
+        (
+            "samples",
+            f"{s['samples']:,} in {s['steps']:,} {'rounds of a worker each' if rounds else 'minibatches'}",
+        ),
         ("ended by", _of(s.get("reason"), "{}")),
         ("accounted for", _of(s["samples_accounted"], "{:,} samples")),
         ("dropped", _of(s.get("samples_dropped") or None, f"{{:,}} samples, {_why_dropped(s)}")),
@@ -164,7 +163,7 @@ def _why_dropped(s: Mapping[str, Any]) -> str:
     causes = {
         "of workers that came late": s.get("late"),
         "of refused gradients": s.get("gradients_refused"),
-        "of lost workers": s["strategy"] in _IN_PAIRS and s["workers_lost"],
+        "of lost workers": s["way"] == "pairs" and s["workers_lost"],
     }
     return " and ".join(cause for cause, some in causes.items() if some) or "of workers that came late"
 
@@ -182,7 +181,7 @@ def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on the bytes sent: to and from servers, or among workers. None if all workers share one vector."""
     up, down = size_text(s["pushed_bytes"]), size_text(s["fetched_bytes"])
     if s["servers"] == 0:
-        what = "parameters in {:,} exchanges" if s["strategy"] in _IN_PAIRS else "gradients in {:,} sums"
+        what = "parameters in {:,} exchanges" if s["way"] == "pairs" else "gradients in {:,} sums"
         is_one = s["workers"] == 1  # its sums are its own gradients, and go nowhere
         return [("exchanged", f"{up} of {what.format(s['pushes'])}")] if s["pushes"] and not is_one else []
     return [

@@ -380,6 +380,12 @@ class RunPlan:
         return self.open_ended and (self.gradients_only or self.strategy.trains_locally)
 
     @property
+    def trains_locally(self) -> bool:
+        """Whether workers make steps of their own between two exchanges, with servers or without."""
+        pushes = "gradients" if self.served is None else self.served.pushes
+        return self.strategy.trains_locally or pushes != "gradients"
+
+    @property
     def workers_optimize(self) -> bool:
         """Whether the workers apply the run's update rule, each to its own parameters."""
         served = self.served

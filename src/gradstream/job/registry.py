@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from gradstream import strategies
 from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.data.base import Dataset
@@ -147,30 +148,7 @@ def key_of(name: str) -> str:
 
 # ---- registry ----------------------------------------------------------------------------
 
-STRATEGIES = {
-    "allreduce": "gradstream.strategies.allreduce:AllReduce",
-    "asysg": "gradstream.strategies.asysg:AsySG",
-    "conjugate-gradient": "gradstream.strategies.conjugate_gradient:ConjugateGradient",
-    "dc-asgd": "gradstream.strategies.dc_asgd:DCASGD",
-    "async-diloco": "gradstream.strategies.async_diloco:AsyncDiLoCo",
-    "diloco": "gradstream.strategies.diloco:DiLoCo",
-    "downpour": "gradstream.strategies.downpour:Downpour",
-    "eamsgd": "gradstream.strategies.elastic:EAMSGD",
-    "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",
-    "gossip": "gradstream.strategies.gossip:Gossip",
-    "gradient-descent": "gradstream.strategies.gradient_descent:GradientDescent",
-    "hogwild": "gradstream.strategies.hogwild:Hogwild",
-    "lbfgs": "gradstream.strategies.lbfgs:LBFGS",
-    "local-sgd": "gradstream.strategies.local_sgd:LocalSGD",
-    "noloco": "gradstream.strategies.noloco:NoLoCo",
-    "parameter-averaging": "gradstream.strategies.averaging:ParameterAveraging",
-    "push-sum": "gradstream.strategies.push_sum:PushSum",
-    "softsync": "gradstream.strategies.softsync:Softsync",
-    "ssp": "gradstream.strategies.ssp:SSP",
-    "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",
-    "streaming-diloco": "gradstream.strategies.streaming_diloco:StreamingDiLoCo",
-    "synchronous": "gradstream.strategies.synchronous:Synchronous",
-}
+STRATEGIES = {name: f"gradstream.strategies.{place}" for name, place in strategies.BUILT_IN.items()}
 
 OPTIMIZERS = {
     "adagrad": "gradstream.optim.adagrad:Adagrad",

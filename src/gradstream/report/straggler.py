@@ -104,7 +104,7 @@ class Worth:
     def __init__(self) -> None:
         self._machine: dict[str, str] = {}  # by worker; "" is the launcher's
         self._workers = 0
-        self._strategy = ""
+        self._trains_locally = False
         self._over = False
         self._begin()
 
@@ -119,7 +119,7 @@ class Worth:
         if event["event"] == "machine" and event["state"] == "joined":
             self._machine |= dict.fromkeys(event["nodes"], event["who"])
         elif event["event"] in ("started", "phase"):
-            self._workers, self._strategy = int(event["workers"]), str(event["strategy"])
+            self._workers, self._trains_locally = int(event["workers"]), bool(event.get("trains_locally"))
             self._begin()
         elif event["event"] == "left":
             self._begin()
@@ -156,15 +156,8 @@ class Worth:
             f"alone would do {rate:,.0f}; workers wait {waits:.0%} of the time for one another and the network. "
             + (
                 "Larger minibatches or a longer period would help"
-                if self._strategy in _RARE
+                if self._trains_locally
                 else "Larger minibatches would help, or a strategy that exchanges less often: local-sgd, or auto, "
-                "which measures; in a loop of your own parameter-averaging"
+                "which measures"
             )
         )
-
-
-_RARE = (
-    *("local-sgd", "diloco", "async-diloco", "streaming-diloco", "gossip", "noloco", "push-sum"),
-    *("eamsgd", "elastic-averaging", "parameter-averaging"),
-)
-"""Strategies that exchange after many minibatches."""

@@ -83,6 +83,8 @@ _PHASE = (
     "accumulate",
     "samples",
     "time_s",
+    "way",
+    "trains_locally",
 )
 _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_out", "final", "time_s")
 
@@ -170,8 +172,11 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         job, strategy, optimizer, workers, servers, num_parameters, num_samples, chunk_elems: as started.
             For a resumed run these are of its last part; all other figures are of all its parts.
             In a run with phases, strategy, optimizer, workers and servers are of the last phase.
+        way, trains_locally: of the strategy: "servers", "group", "pairs" or "shared memory"; and whether workers make
+            steps of their own between two exchanges.
         phases: one row for each phase of the job that has begun: number (from 1), label, strategy, optimizer, workers,
-            servers, batch_size, accumulate, samples (in the model at its beginning), time_s; [] without phases.
+            servers, batch_size, accumulate, samples (in the model at its beginning), time_s, way, trains_locally; []
+            without phases.
         steps: number of minibatches of all workers, without those that a resumed run has computed again; under
             `local-sgd` and strategies of pairs number of rounds of all workers, of up to `every` minibatches each.
         samples: number of samples in them; a sample counts each time. Minibatches that others have computed for a lost
@@ -284,6 +289,8 @@ _STARTED = (
     "num_parameters",
     "num_samples",
     "chunk_elems",
+    "way",
+    "trains_locally",
 )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from gradstream.checkpoint.manifest import Resume
 from gradstream.job.plan import RunPlan, worker_name
 from gradstream.run.node_spec import NodeSpec
-from gradstream.strategies.base import ServerStrategy
 
 # ---- begins anew -------------------------------------------------------------------------
 
@@ -45,9 +44,7 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
 
 def _on_workers(plan: RunPlan) -> str:
     """Names the optimizers' state that no checkpoint has: of workers that make steps of their own; "" if none."""
-    strategy = plan.strategy
-    pushes = strategy.pushes if isinstance(strategy, ServerStrategy) else "gradients"
-    if not strategy.trains_locally and pushes == "gradients":
+    if not plan.trains_locally:
         return ""
     if plan.open_ended:
         return "the state of each loop's own optimizer, unless the script saves and loads it,"

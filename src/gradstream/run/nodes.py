@@ -119,6 +119,8 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
         num_samples=plan.job.data.num_samples,
         in_rounds=in_rounds,
         total_steps=total_steps,
+        way=plan.strategy.way,
+        trains_locally=plan.trains_locally,
     )
 
 
@@ -183,6 +185,8 @@ def _announced(plan: RunPlan, whole: Job, started: StartedEvent) -> PhaseEvent:
         accumulate=job.accumulate,
         total_steps=started.total_steps,
         in_rounds=started.in_rounds,
+        way=started.way,
+        trains_locally=started.trains_locally,
         why=Chosen.of_json(plan.phase.chosen).why,
     )
 

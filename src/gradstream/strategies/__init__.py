@@ -1,4 +1,4 @@
-"""One algorithm, one file, readable beside the paper's pseudo-code.
+"""One algorithm, one file, readable beside the paper's pseudo-code. `BUILT_IN` is the registry of all of them.
 
 Each name is imported at its first use: a run without servers imports nothing of `gradstream.server`.
 """
@@ -9,111 +9,78 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradstream.strategies.allreduce import AllReduce
-    from gradstream.strategies.api import GroupWorker, PeerWorker, ServerWorker, SharedMemoryWorker, Worker
-    from gradstream.strategies.async_diloco import AsyncDiLoCo
-    from gradstream.strategies.asysg import AsySG
-    from gradstream.strategies.averaging import ParameterAveraging
-    from gradstream.strategies.base import (
-        GroupStrategy,
-        PeerStrategy,
-        ServerStrategy,
-        SharedMemoryStrategy,
-        Strategy,
-    )
-    from gradstream.strategies.batch import BatchMethod
-    from gradstream.strategies.conjugate_gradient import ConjugateGradient
-    from gradstream.strategies.dc_asgd import DCASGD
-    from gradstream.strategies.diloco import DiLoCo
-    from gradstream.strategies.downpour import Downpour, StagedStrategy
-    from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
-    from gradstream.strategies.gossip import Gossip
-    from gradstream.strategies.gradient_descent import GradientDescent
-    from gradstream.strategies.hogwild import Hogwild
-    from gradstream.strategies.lbfgs import LBFGS
-    from gradstream.strategies.local_sgd import LocalSGD
-    from gradstream.strategies.noloco import NoLoCo
-    from gradstream.strategies.push_sum import PushSum
-    from gradstream.strategies.softsync import Softsync
-    from gradstream.strategies.ssp import SSP
-    from gradstream.strategies.staleness_aware import StalenessAware
-    from gradstream.strategies.streaming_diloco import StreamingDiLoCo
-    from gradstream.strategies.synchronous import Synchronous
+    from gradstream.strategies.allreduce import AllReduce as AllReduce
+    from gradstream.strategies.api import GroupWorker as GroupWorker
+    from gradstream.strategies.api import PeerWorker as PeerWorker
+    from gradstream.strategies.api import ServerWorker as ServerWorker
+    from gradstream.strategies.api import SharedMemoryWorker as SharedMemoryWorker
+    from gradstream.strategies.api import Worker as Worker
+    from gradstream.strategies.async_diloco import AsyncDiLoCo as AsyncDiLoCo
+    from gradstream.strategies.asysg import AsySG as AsySG
+    from gradstream.strategies.averaging import ParameterAveraging as ParameterAveraging
+    from gradstream.strategies.base import GroupStrategy as GroupStrategy
+    from gradstream.strategies.base import PeerStrategy as PeerStrategy
+    from gradstream.strategies.base import ServerStrategy as ServerStrategy
+    from gradstream.strategies.base import SharedMemoryStrategy as SharedMemoryStrategy
+    from gradstream.strategies.base import Strategy as Strategy
+    from gradstream.strategies.batch import BatchMethod as BatchMethod
+    from gradstream.strategies.conjugate_gradient import ConjugateGradient as ConjugateGradient
+    from gradstream.strategies.dc_asgd import DCASGD as DCASGD
+    from gradstream.strategies.diloco import DiLoCo as DiLoCo
+    from gradstream.strategies.downpour import Downpour as Downpour
+    from gradstream.strategies.downpour import StagedStrategy as StagedStrategy
+    from gradstream.strategies.elastic import EAMSGD as EAMSGD
+    from gradstream.strategies.elastic import ElasticAveraging as ElasticAveraging
+    from gradstream.strategies.gossip import Gossip as Gossip
+    from gradstream.strategies.gradient_descent import GradientDescent as GradientDescent
+    from gradstream.strategies.hogwild import Hogwild as Hogwild
+    from gradstream.strategies.lbfgs import LBFGS as LBFGS
+    from gradstream.strategies.local_sgd import LocalSGD as LocalSGD
+    from gradstream.strategies.noloco import NoLoCo as NoLoCo
+    from gradstream.strategies.push_sum import PushSum as PushSum
+    from gradstream.strategies.softsync import Softsync as Softsync
+    from gradstream.strategies.ssp import SSP as SSP
+    from gradstream.strategies.staleness_aware import StalenessAware as StalenessAware
+    from gradstream.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
+    from gradstream.strategies.synchronous import Synchronous as Synchronous
 
-__all__ = [
-    "DCASGD",
-    "EAMSGD",
-    "LBFGS",
-    "SSP",
-    "AllReduce",
-    "AsySG",
-    "AsyncDiLoCo",
-    "BatchMethod",
-    "ConjugateGradient",
-    "DiLoCo",
-    "Downpour",
-    "ElasticAveraging",
-    "Gossip",
-    "GradientDescent",
-    "GroupStrategy",
-    "GroupWorker",
-    "Hogwild",
-    "LocalSGD",
-    "NoLoCo",
-    "ParameterAveraging",
-    "PeerStrategy",
-    "PeerWorker",
-    "PushSum",
-    "ServerStrategy",
-    "ServerWorker",
-    "SharedMemoryStrategy",
-    "SharedMemoryWorker",
-    "Softsync",
-    "StagedStrategy",
-    "StalenessAware",
-    "Strategy",
-    "StreamingDiLoCo",
-    "Synchronous",
-    "Worker",
-]
-
-_MODULE_OF = {
-    "DCASGD": "dc_asgd",
-    "EAMSGD": "elastic",
-    "LBFGS": "lbfgs",
-    "SSP": "ssp",
-    "AllReduce": "allreduce",
-    "AsySG": "asysg",
-    "AsyncDiLoCo": "async_diloco",
-    "BatchMethod": "batch",
-    "ConjugateGradient": "conjugate_gradient",
-    "DiLoCo": "diloco",
-    "LocalSGD": "local_sgd",
-    "Downpour": "downpour",
-    "ElasticAveraging": "elastic",
-    "Gossip": "gossip",
-    "GradientDescent": "gradient_descent",
-    "GroupStrategy": "base",
-    "GroupWorker": "api",
-    "Hogwild": "hogwild",
-    "NoLoCo": "noloco",
-    "ParameterAveraging": "averaging",
-    "PeerStrategy": "base",
-    "PeerWorker": "api",
-    "PushSum": "push_sum",
-    "ServerStrategy": "base",
-    "ServerWorker": "api",
-    "SharedMemoryStrategy": "base",
-    "SharedMemoryWorker": "api",
-    "Softsync": "softsync",
-    "StagedStrategy": "downpour",
-    "StalenessAware": "staleness_aware",
-    "Strategy": "base",
-    "StreamingDiLoCo": "streaming_diloco",
-    "Synchronous": "synchronous",
-    "Worker": "api",
+BUILT_IN = {
+    "allreduce": "allreduce:AllReduce",
+    "async-diloco": "async_diloco:AsyncDiLoCo",
+    "asysg": "asysg:AsySG",
+    "conjugate-gradient": "conjugate_gradient:ConjugateGradient",
+    "dc-asgd": "dc_asgd:DCASGD",
+    "diloco": "diloco:DiLoCo",
+    "downpour": "downpour:Downpour",
+    "eamsgd": "elastic:EAMSGD",
+    "elastic-averaging": "elastic:ElasticAveraging",
+    "gossip": "gossip:Gossip",
+    "gradient-descent": "gradient_descent:GradientDescent",
+    "hogwild": "hogwild:Hogwild",
+    "lbfgs": "lbfgs:LBFGS",
+    "local-sgd": "local_sgd:LocalSGD",
+    "noloco": "noloco:NoLoCo",
+    "parameter-averaging": "averaging:ParameterAveraging",
+    "push-sum": "push_sum:PushSum",
+    "softsync": "softsync:Softsync",
+    "ssp": "ssp:SSP",
+    "staleness-aware": "staleness_aware:StalenessAware",
+    "streaming-diloco": "streaming_diloco:StreamingDiLoCo",
+    "synchronous": "synchronous:Synchronous",
 }
-"""The module of this package that defines a name of `__all__`."""
+"""By name, the module of this package and the class in it. A new strategy is a line here, and one above for editors."""
+
+_BASES = {
+    "api": ("GroupWorker", "PeerWorker", "ServerWorker", "SharedMemoryWorker", "Worker"),
+    "base": ("GroupStrategy", "PeerStrategy", "ServerStrategy", "SharedMemoryStrategy", "Strategy"),
+    "batch": ("BatchMethod",),
+    "downpour": ("StagedStrategy",),
+}
+_MODULE_OF = {name: module for module, names in _BASES.items() for name in names} | {
+    name: module for module, _, name in (place.partition(":") for place in BUILT_IN.values())
+}
+
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -91,6 +91,9 @@ class Strategy(ABC):
     minibatches as it needs them; into "partitions", one for each worker, where workers wait for each other and none
     can do more than the others. A job may choose between the last two (`assignment`)."""
 
+    way: ClassVar[str]
+    """How workers exchange, in a word: each base below has its own."""
+
     survives_worker_loss: ClassVar[bool]
     """Whether the other workers continue when a worker dies."""
 
@@ -165,6 +168,8 @@ class Strategy(ABC):
 
 class ServerStrategy(Strategy):
     """The base of strategies whose workers push to the shards of a parameter server, and fetch from them."""
+
+    way: ClassVar[str] = "servers"
 
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
@@ -263,6 +268,8 @@ class ServerStrategy(Strategy):
 class GroupStrategy(Strategy):
     """The base of strategies whose workers sum their gradients in a group, and make each update themselves."""
 
+    way: ClassVar[str] = "group"
+
     algorithm: str = "auto"
     """Algorithm of the sum; see `gradstream.collectives`."""
 
@@ -358,6 +365,8 @@ class PeerStrategy(Strategy):
     takes its place, which begins with a copy of another worker's state.
     """
 
+    way: ClassVar[str] = "pairs"
+
     @property
     def trains_locally(self) -> bool:
         """See `Strategy.trains_locally`: always."""
@@ -385,6 +394,8 @@ class PeerStrategy(Strategy):
 
 class SharedMemoryStrategy(Strategy):
     """The base of strategies whose workers, on one machine, update one vector in memory that they share."""
+
+    way: ClassVar[str] = "shared memory"
 
     @abstractmethod
     async def train(self, worker: SharedMemoryWorker) -> None:

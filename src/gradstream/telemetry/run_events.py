@@ -27,6 +27,8 @@ class StartedEvent(Event):
     total_steps: int  # minibatches over all workers, or rounds
     chunk_elems: int = 0  # of the registered model
     in_rounds: bool = False  # all workers take part in each step
+    way: str = ""  # of exchange: "servers", "group", "pairs", "shared memory"
+    trains_locally: bool = False  # workers make steps of their own between two exchanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class PhaseEvent(Event):
     in_rounds: bool
     samples: int | None = 0  # number of samples in the model
     why: str = ""  # the reason of strategy "auto" for how it exchanges
+    way: str = ""  # these two as of `StartedEvent`
+    trains_locally: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
