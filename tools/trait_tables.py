@@ -1,9 +1,9 @@
-"""Writes the tables of pages that say what goes with what, from the traits of members and the rules between them.
+"""Writes the tables of pages: what goes with what, from traits and rules, and of strategies, from their own pages.
 
     python tools/trait_tables.py           # writes them; `check_docs.py` fails where one is not up to date
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. A cell is "yes", or the number of the reason
-below the table: the words with which a job is refused.
+below the table: the words with which a job is refused. The page of a strategy has its row in a comment below its title.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from gradstream.codec.low_rank import PowerSGD
@@ -21,7 +22,7 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.traits import Rule, Traits, conflicts
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- table: ([\w -]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 METHODS = ("conjugate-gradient", "gradient-descent", "lbfgs")
 OPTIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
@@ -73,6 +74,26 @@ PAGES: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]] = {
     "docs/assumptions.md": {"changes": CHANGES},
 }
 
+ROW = re.compile(r"<!-- in the tables\n(.*?)-->", re.DOTALL)
+ROWS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
+    "in a line": (
+        "docs/strategies/index.md",
+        "",
+        {
+            "in a line": "in a line",
+            "waits for": "waits for",
+            "bytes": "bytes",
+            "survives": "survives a worker's death",
+        },
+    ),
+    "waits": (
+        "README.md",
+        "docs/strategies/",
+        {"waits for": "waits for", "bytes": "bytes up + down", "survives": "survives a worker's death"},
+    ),
+}
+"""By name of a table of strategies: its page, the folder of their pages as that sees it, and columns with titles."""
+
 
 def strategies() -> Iterator[tuple[str, dict[str, str]]]:
     """Each strategy, with the options that matter, and its traits."""
@@ -121,6 +142,33 @@ def table(columns: Mapping[str, Sequence[str]]) -> str:
     return f"{drawn}\n\n{notes}\n"
 
 
+def told() -> dict[str, tuple[str, dict[str, str]]]:
+    """Of each strategy its page, and what that says in the tables: by the keys of its comment."""
+    found = dict[str, tuple[str, dict[str, str]]]()
+    for page in (ROOT / "docs/strategies").glob("*.md"):
+        if (row := ROW.search(page.read_text())) is not None:
+            cells = dict(line.split(": ", 1) for line in row[1].splitlines())
+            found |= dict.fromkeys(cells["names"].split(", "), (page.name, cells))
+    return found
+
+
+def rows(name: str) -> str:
+    """A table of strategies, in the order of the registry. Strategies of equal cells share a row."""
+    _, where, columns = ROWS[name]
+    cells_of = dict[tuple[str, ...], dict[str, list[str]]]()
+    said = told()
+    for strategy in FAMILIES["strategy"]:
+        page, cells = said[strategy]
+        there = cells_of.setdefault(tuple(cells[key] for key in columns), {})
+        there.setdefault(page, []).append(f"`{strategy}`")
+    head = ["`strategy=`", *columns.values()]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for texts, there in cells_of.items():
+        names = ", ".join(f"[{', '.join(each)}]({where}{page})" for page, each in there.items())
+        lines.append(f"| {names} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
 def of_kind(kind: type) -> list[str]:
     """The names of built-in codecs of a class."""
     return [name for name in FAMILIES["codec"] if isinstance(find_codec(name), kind)]
@@ -129,22 +177,29 @@ def of_kind(kind: type) -> list[str]:
 def filled(page: str) -> str:
     """The text of a page with its tables as they are to be."""
     assert of_kind(DGC) == ["dgc"] and of_kind(PowerSGD) == ["powersgd"]  # the columns of CODECS
-    text, places = (ROOT / page).read_text(), PAGES[page]
-    for name in places:
+    text = (ROOT / page).read_text()
+    made = {name: partial(table, columns) for name, columns in PAGES.get(page, {}).items()}
+    made |= {name: partial(rows, name) for name, (where, *_) in ROWS.items() if where == page}
+    for name in made:
         assert f"<!-- table: {name} -->" in text, f"{page} has no place for the table {name}"
-    return MARK.sub(lambda found: f"{found[1]}{table(places[found[2]])}{found[3]}", text)
+    return MARK.sub(lambda found: f"{found[1]}{made[found[2]]()}{found[3]}", text)
+
+
+def pages() -> list[str]:
+    """The pages that have such tables."""
+    return sorted({*PAGES, *(where for where, *_ in ROWS.values())})
 
 
 def outdated() -> Iterator[str]:
-    """The pages whose tables say something else than the rules."""
-    for page in PAGES:
+    """The pages whose tables say something else than the rules, or the pages of strategies."""
+    for page in pages():
         if filled(page) != (ROOT / page).read_text():
             yield f"{page}: a table is not up to date; run python tools/trait_tables.py"
 
 
 def main() -> int:
     """Writes all tables."""
-    for page in PAGES:
+    for page in pages():
         (ROOT / page).write_text(filled(page))
     return 0
 

@@ -45,30 +45,32 @@ if TYPE_CHECKING:
     from gradstream.strategies.synchronous import Synchronous as Synchronous
 
 BUILT_IN = {
+    "synchronous": "synchronous:Synchronous",
     "allreduce": "allreduce:AllReduce",
-    "async-diloco": "async_diloco:AsyncDiLoCo",
-    "asysg": "asysg:AsySG",
-    "conjugate-gradient": "conjugate_gradient:ConjugateGradient",
-    "dc-asgd": "dc_asgd:DCASGD",
-    "diloco": "diloco:DiLoCo",
     "downpour": "downpour:Downpour",
-    "eamsgd": "elastic:EAMSGD",
+    "asysg": "asysg:AsySG",
+    "softsync": "softsync:Softsync",
+    "staleness-aware": "staleness_aware:StalenessAware",
+    "dc-asgd": "dc_asgd:DCASGD",
+    "ssp": "ssp:SSP",
     "elastic-averaging": "elastic:ElasticAveraging",
+    "eamsgd": "elastic:EAMSGD",
+    "parameter-averaging": "averaging:ParameterAveraging",
+    "diloco": "diloco:DiLoCo",
+    "async-diloco": "async_diloco:AsyncDiLoCo",
+    "streaming-diloco": "streaming_diloco:StreamingDiLoCo",
+    "local-sgd": "local_sgd:LocalSGD",
     "gossip": "gossip:Gossip",
+    "push-sum": "push_sum:PushSum",
+    "noloco": "noloco:NoLoCo",
+    "lbfgs": "lbfgs:LBFGS",
+    "conjugate-gradient": "conjugate_gradient:ConjugateGradient",
     "gradient-descent": "gradient_descent:GradientDescent",
     "hogwild": "hogwild:Hogwild",
-    "lbfgs": "lbfgs:LBFGS",
-    "local-sgd": "local_sgd:LocalSGD",
-    "noloco": "noloco:NoLoCo",
-    "parameter-averaging": "averaging:ParameterAveraging",
-    "push-sum": "push_sum:PushSum",
-    "softsync": "softsync:Softsync",
-    "ssp": "ssp:SSP",
-    "staleness-aware": "staleness_aware:StalenessAware",
-    "streaming-diloco": "streaming_diloco:StreamingDiLoCo",
-    "synchronous": "synchronous:Synchronous",
 }
-"""By name, the module of this package and the class in it. A new strategy is a line here, and one above for editors."""
+"""By name, the module of this package and the class in it. A new strategy is a line here, and one above for editors.
+
+Tables have them in this order."""
 
 _BASES = {
     "api": ("GroupWorker", "PeerWorker", "ServerWorker", "SharedMemoryWorker", "Worker"),
