@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         model,
         optim,
         pipeline,
-        replay,
         runs,
         sparse,
         strategies,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from gradstream._train import train
     from gradstream.coordinator.stopping import until
     from gradstream.data import from_arrays, from_dataset, from_loader, from_stream
+    from gradstream.ext import replay
     from gradstream.job.job import Job
     from gradstream.job.phases import Phase
     from gradstream.model import from_functions, from_jax, from_torch
@@ -123,7 +123,7 @@ _FACES = {
     "model": "model",
     "optim": "optim",
     "pipeline": "pipeline",
-    "replay": "replay",
+    "replay": "ext.replay",
     "runs": "runs",
     "schedules": "optim.schedules",
     "sim": "runtime.simulation",

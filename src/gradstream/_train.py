@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import importlib
+import re
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Protocol, Unpack
 
 from gradstream._detached import start_launcher
 from gradstream._launch import callbacks_of, load_run, run_nodes
-from gradstream.errors import (
-    ConfigError,
-)
+from gradstream.errors import ConfigError
 from gradstream.job.descriptions import check_places
 from gradstream.job.files import Asked, intercept, job_of, script_of_caller
 from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, spread_out
@@ -31,8 +31,6 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.nodes import check_model
 from gradstream.run.planning import plan_run
 from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
-from gradstream.run.ray.driver import RayRun
-from gradstream.run.ray.engine import RayEngine, words_of
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
@@ -47,8 +45,32 @@ NO_SCRIPT = (
     "file scales better (see `gradstream new`). processes=False says that this is meant."
 )
 
+ENGINES = {"ray": "gradstream.ext.ray.engine:RayEngine"}
+"""Places of the engines that `engine` may name. Each is imported when it is asked for."""
+
 _made: dict[str, list[Path]] = {}
 """Run directories that this process has made, by the spec of the job: a script may make several."""
+
+
+class RunEngine(Protocol):
+    """Another program that runs the nodes of a job; `ENGINES` has those with a name."""
+
+    @classmethod
+    def parse(cls, text: str) -> RunEngine:
+        """Reads an engine as a command line has it, such as "ray?cpus=4". Raises ConfigError."""
+
+    def run(
+        self, job: str, words: Sequence[str], *, workers: int, run_dir: Path, on_event: OnEvent | None
+    ) -> None:
+        """Trains to the end; the run is in `run_dir` then, as far as it came. Raises as `train`.
+
+        Args:
+            job: the job: "module:function", or the absolute path of a file, or "file.py:function".
+            words: options of `gradstream train`, and arguments of the job file after "--".
+            workers: number of workers, or of parts of replicas.
+            run_dir: where the finished run is to be.
+            on_event: called with each event of the run.
+        """
 
 
 def train(
@@ -61,7 +83,7 @@ def train(
     listen: str | Listening | None = None,
     wait: int = 2,
     detach: bool = False,
-    engine: str | RayEngine | None = None,
+    engine: str | RunEngine | None = None,
     **options: Unpack[JobOptions],
 ) -> Run:
     """Trains a model with worker and server processes, on this machine or on several.
@@ -81,8 +103,8 @@ def train(
         wait: number of machines, this one included, with `listen`. Each has one worker and, unless `servers`
             is given, one shard of the parameter server.
         detach: whether to return at once, while the run goes on without this process: see `gradstream.runs.attach`.
-        engine: has another program run the nodes: "ray", or a `RayEngine`, which says more. The job is in a file, or
-            in the script that calls this, and the nodes read it there.
+        engine: has another program run the nodes: "ray", or a `gradstream.ext.ray.engine.RayEngine`, which says
+            more. The job is in a file, or in the script that calls this, and the nodes read it there.
         options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
             job, they replace its own; `steps` also replaces its `epochs`, or the other way round.
 
@@ -138,17 +160,17 @@ def train(
 
 
 def train_by_engine(
-    job: Job, engine: str | RayEngine, words: Sequence[str], *, on_event: OnEvent | None = None
+    job: Job, engine: str | RunEngine, words: Sequence[str], *, on_event: OnEvent | None = None
 ) -> Run:
     """Trains a job on the nodes of an engine, and returns the finished run; see `train`.
 
     Args:
         job: the job.
-        engine: an engine, or its name and options as `RayEngine.parse` reads them.
+        engine: an engine, or its name and options as its `parse` reads them.
         words: options of `gradstream train` with which the nodes read the job's file.
         on_event: called with each event of the run.
     """
-    asked = RayEngine.parse(engine) if isinstance(engine, str) else engine
+    asked = _engine(engine) if isinstance(engine, str) else engine
     spec, argv = job.spec or script_of_caller(), list(job.argv or sys.argv)[1:]
     place, colon, function = spec.partition(":")
     if job.spec is None and spec in _made:
@@ -158,22 +180,51 @@ def train_by_engine(
         )
     job = dataclasses.replace(job, name=job.name or Path(place).name.removesuffix(".py"))
     begun = job.run_dir is not None and (Path(job.run_dir) / "run.json").is_file()
-    run = RayRun(
-        engine=asked,
-        job=f"{Path(place).resolve()}{colon}{function}" if place.endswith(".py") else spec,
-        words=[*words, *(["--", *argv] if argv else [])],
-        workers=job.workers * job.split,
-        run_dir=Path(str(job.run_dir)).resolve() if begun else make_run_dir(job),
-        on_event=on_event,
-    )
+    run_dir = Path(str(job.run_dir)).resolve() if begun else make_run_dir(job)
     try:
-        run.run()
+        asked.run(
+            f"{Path(place).resolve()}{colon}{function}" if place.endswith(".py") else spec,
+            [*words, *(["--", *argv] if argv else [])],
+            workers=job.workers * job.split,
+            run_dir=run_dir,
+            on_event=on_event,
+        )
     except BaseException:
         with contextlib.suppress(OSError):
-            run.run_dir.rmdir()  # where nothing has begun it is empty
+            run_dir.rmdir()  # where nothing has begun it is empty
         raise
-    _made.setdefault(spec, []).append(run.run_dir)
-    return load_run(run.run_dir, job)
+    _made.setdefault(spec, []).append(run_dir)
+    return load_run(run_dir, job)
+
+
+def _engine(text: str) -> RunEngine:
+    """The engine that a command line names. Raises ConfigError if there is none of this name."""
+    name = re.split(r"\W", text, maxsplit=1)[0]
+    if name not in ENGINES:
+        raise ConfigError(f"engine {text!r}: expected {' or '.join(ENGINES)}, with options or without")
+    module, _, member = ENGINES[name].partition(":")
+    engine: type[RunEngine] = getattr(importlib.import_module(module), member)
+    return engine.parse(text)
+
+
+def words_of(options: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The options of a call of `train` as those of the command line.
+
+    Raises:
+        ConfigError: a value is an object, which other processes can only get from a file.
+    """
+    words = []
+    for name, value in options.items():
+        if name == "strategy_options" and isinstance(value, Mapping):
+            words += words_of(value, "strategy.")
+            continue
+        if not isinstance(value, str | int | float | bool):
+            raise ConfigError(
+                f"train({name}=..., engine=...): the nodes read the job's file, and cannot be given "
+                f"{type(value).__name__} objects; put it into the job file"
+            )
+        words += ["--set", f"{prefix}{name}={str(value).lower() if isinstance(value, bool) else value}"]
+    return words
 
 
 def launch(

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
+from gradstream.ext.ray.engine import RayEngine
 from gradstream.job.files import load_job
-from gradstream.run.ray.engine import RayEngine
 from gradstream.testing.process_faults import process_tree
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))

@@ -14,10 +14,10 @@ import torch
 from click.testing import CliRunner
 
 import gradstream as gs
-from gradstream.analysis import FullLoss, sharpness, surface
-from gradstream.analysis import sharpness as sharpness_of
 from gradstream.cli import main
 from gradstream.errors import ConfigError
+from gradstream.ext.analysis import FullLoss, sharpness, surface
+from gradstream.ext.analysis import sharpness as sharpness_of
 
 H = np.array([0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
 
@@ -232,7 +232,7 @@ def test_a_lost_process_is_an_error_that_says_so(runs: list[Path], monkeypatch: 
         started[0].wait()
         return loss(x)
 
-    monkeypatch.setattr(sys.modules["gradstream.analysis.sharpness"], "sharpness", kill)
+    monkeypatch.setattr(sys.modules["gradstream.ext.analysis.sharpness"], "sharpness", kill)
     result = CliRunner().invoke(main, ["sharpness", str(runs[0]), "--workers", "2"])
     assert result.exit_code == 4
     assert "a process of the evaluation" in result.stderr and "run the command again" in result.stderr

@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from gradstream.cli.group import main
-from gradstream.run.ssh import host, run_files
-from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import HostError
+from gradstream.ext.ssh import host, run_files
+from gradstream.ext.ssh.fleet import Fleet
+from gradstream.ext.ssh.host import HostError
 
 EVIL = b"\x1b]0;title\x07\x1b[2J\xe2\x80\xae\xff\x9b31m plain\n"
 SSH = """#!/bin/sh

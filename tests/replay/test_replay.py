@@ -15,10 +15,10 @@ from torch import nn
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import DataError, DivergedError
+from gradstream.ext.replay import ReplayedUpdate, replay
+from gradstream.ext.replay.update import at_chunk_version, loss_jump, not_finite, of_step
 from gradstream.recording import Log, Pushed, Read, read_log
 from gradstream.recording.entries import Entry
-from gradstream.replay import ReplayedUpdate, replay
-from gradstream.replay.update import at_chunk_version, loss_jump, not_finite, of_step
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig

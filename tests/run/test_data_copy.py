@@ -17,10 +17,10 @@ from typing import IO
 import pytest
 
 from gradstream.errors import ConfigError, DataError, PeerLostError, RefusedError
-from gradstream.run.ssh import data_delivery, file_server
-from gradstream.run.ssh.archives import FileList, files_in
-from gradstream.run.ssh.data_delivery import DiskFullError, main, receive, use
-from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
+from gradstream.ext.ssh import data_delivery, file_server
+from gradstream.ext.ssh.archives import FileList, files_in
+from gradstream.ext.ssh.data_delivery import DiskFullError, main, receive, use
+from gradstream.ext.ssh.file_server import FileServer, served_archive, write_archive
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -19,13 +19,13 @@ import gradstream
 from gradstream import _detached
 from gradstream.cli.group import main
 from gradstream.errors import ConfigError
+from gradstream.ext.ssh.fleet import Fleet
 from gradstream.job.files import load_job
 from gradstream.run.launcher_lock import LauncherRecord
 from gradstream.run.launches import Launch
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import plan_run
 from gradstream.run.result import job_of_run, spec_of_run
-from gradstream.run.ssh.fleet import Fleet
 
 JOB = """
 import gradstream as gs

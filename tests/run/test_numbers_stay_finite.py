@@ -22,8 +22,8 @@ from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError, GradientError, NonFiniteError, RefusedError
+from gradstream.ext.replay import replay
 from gradstream.model.base import Batch, finite, usable
-from gradstream.replay import replay
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig

@@ -19,8 +19,8 @@ import torch
 
 import gradstream as gs
 from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCodeError
+from gradstream.ext.ray.engine import RayEngine
 from gradstream.job.files import load_job
-from gradstream.run.ray.engine import RayEngine
 from gradstream.testing import TokenAudit
 from gradstream.testing.process_faults import process_tree
 from kit.machines import Machine, Machines, unavailable

@@ -12,12 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 import gradstream as gs
+from gradstream._train import words_of
 from gradstream.cli import main
 from gradstream.errors import ConfigError
+from gradstream.ext.ray.actor import PIECE_BYTES, RayNode
+from gradstream.ext.ray.driver import RunFiles, folder_of, job_files
+from gradstream.ext.ray.engine import RayEngine
 from gradstream.job.files import load_job
-from gradstream.run.ray.actor import PIECE_BYTES, RayNode
-from gradstream.run.ray.driver import RunFiles, folder_of, job_files
-from gradstream.run.ray.engine import RayEngine, words_of
 
 JOB = """
 import numpy as np
@@ -76,6 +77,11 @@ def test_an_engine_in_words(text: str, engine: RayEngine) -> None:
 def test_an_engine_that_there_is_not(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RayEngine.parse(text)
+
+
+def test_an_engine_of_no_known_name_is_refused(job: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine 'mars://head:1': expected ray"):
+        gs.train(load_job(str(job)), engine="mars://head:1")
 
 
 @pytest.mark.parametrize(

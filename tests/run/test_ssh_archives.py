@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradstream.errors import ConfigError, DataError
-from gradstream.run.ssh import archives, run_files
-from gradstream.run.ssh.archives import Expected, unpacked
-from gradstream.run.ssh.data_delivery import receive
-from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import HostError
-from gradstream.run.ssh.run_files import bring_log, collect
+from gradstream.ext.ssh import archives, run_files
+from gradstream.ext.ssh.archives import Expected, unpacked
+from gradstream.ext.ssh.data_delivery import receive
+from gradstream.ext.ssh.fleet import Fleet
+from gradstream.ext.ssh.host import HostError
+from gradstream.ext.ssh.run_files import bring_log, collect
 
 SHA256 = "0" * 64
 
@@ -380,7 +380,7 @@ def test_an_archive_comes_in_pieces_and_never_asks_for_what_a_header_claims(tmp_
 
 
 def test_a_folder_with_a_name_that_no_machine_would_take_is_refused_before_it_is_sent(tmp_path: Path) -> None:
-    from gradstream.run.ssh.archives import FileList
+    from gradstream.ext.ssh.archives import FileList
 
     (tmp_path / "a\nb").write_text("")
     with pytest.raises(ConfigError, match=r"'a\\\\nb', a name that has a control character.*another one"):

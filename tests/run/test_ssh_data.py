@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import gradstream
-from gradstream.run.ssh.archives import FileList
-from gradstream.run.ssh.data_delivery import DataDelivery
-from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import HostError
+from gradstream.ext.ssh.archives import FileList
+from gradstream.ext.ssh.data_delivery import DataDelivery
+from gradstream.ext.ssh.fleet import Fleet
+from gradstream.ext.ssh.host import HostError
 
 SSH = """#!/bin/sh
 for last; do :; done

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import HostError
-from gradstream.run.ssh.places import inspect
+from gradstream.ext.ssh.fleet import Fleet
+from gradstream.ext.ssh.host import HostError
+from gradstream.ext.ssh.places import inspect
 
 SSH = """#!/bin/sh
 for last; do :; done
@@ -65,7 +65,7 @@ def running(home: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def test_what_does_not_end_by_itself_is_killed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradstream.run.ssh.fleet.END_S", 0.2)
+    monkeypatch.setattr("gradstream.ext.ssh.fleet.END_S", 0.2)
     process = running(home, "sleep", "1000")
     machines = fleet(home)
     assert machines.clean([machines.machines[0]]) == []
@@ -75,7 +75,7 @@ def test_what_does_not_end_by_itself_is_killed(home: Path, monkeypatch: pytest.M
 def test_a_machine_that_is_to_leave_gets_sigterm_and_some_time(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradstream.run.ssh.fleet.LEAVE_S", 0.5)
+    monkeypatch.setattr("gradstream.ext.ssh.fleet.LEAVE_S", 0.5)
     deaf = running(home, "sh", "-c", "trap '' TERM; while :; do sleep 0.05; done")
     machines = fleet(home)
     assert not machines.leave(machines.machines[0])
@@ -83,7 +83,7 @@ def test_a_machine_that_is_to_leave_gets_sigterm_and_some_time(
     deaf.wait()
     (home / "some where" / "mine" / "a" / "group").unlink()
     (home / "some where" / "mine" / "a").rmdir()
-    monkeypatch.setattr("gradstream.run.ssh.fleet.LEAVE_S", 10.0)
+    monkeypatch.setattr("gradstream.ext.ssh.fleet.LEAVE_S", 10.0)
     process = running(home, "sleep", "1000")
     killed = threading.Thread(target=process.wait)  # else it stays, as a zombie
     killed.start()

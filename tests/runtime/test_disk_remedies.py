@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream.ext.ssh.host import folder_remedy
 from gradstream.job.files import load_job
-from gradstream.run.ssh.host import folder_remedy
 from gradstream.runtime.event_log import DISK_ERRORS, disk_remedy
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.cli.report import figures
+from gradstream.ext.replay import replay
 from gradstream.job.files import load_job
 from gradstream.memory import Vector
-from gradstream.replay import replay
 from gradstream.report.figures import figures_of
 from gradstream.report.sections import links
 from gradstream.run.result import Run

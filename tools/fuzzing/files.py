@@ -25,6 +25,8 @@ from gradstream.checkpoint.own_state import OwnState
 from gradstream.data.base import BatchRef
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
+from gradstream.ext.ssh.archives import Expected, FileList, unpacked
+from gradstream.ext.ssh.fleet import Fleet
 from gradstream.job import registry
 from gradstream.job.descriptions import describe
 from gradstream.job.job import Job
@@ -33,8 +35,6 @@ from gradstream.job.settings import apply, from_texts
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.recording import entries, log
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.ssh.archives import Expected, FileList, unpacked
-from gradstream.run.ssh.fleet import Fleet
 from gradstream.sparse.data import from_csr
 from gradstream.sparse.random_data import from_svmlight
 from gradstream.strategies.downpour import Downpour

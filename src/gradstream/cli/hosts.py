@@ -16,16 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from gradstream.errors import RESUMABLE, ConfigError
+from gradstream.ext.ssh.data_delivery import DataDelivery
+from gradstream.ext.ssh.fleet import Fleet
+from gradstream.ext.ssh.host import NO_CONNECTION, HostError, SshHost, lines_of
+from gradstream.ext.ssh.places import add_machine, inspect, remove_machine, replace_machine
+from gradstream.ext.ssh.run_files import collect, take_back
 from gradstream.job.sources import sources_of
 from gradstream.run.files import HOSTS
 from gradstream.run.launches import DATA, Launch, is_sealed, runs
 from gradstream.run.records import write_spec
 from gradstream.run.result import described
-from gradstream.run.ssh.data_delivery import DataDelivery
-from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost, lines_of
-from gradstream.run.ssh.places import add_machine, inspect, remove_machine, replace_machine
-from gradstream.run.ssh.run_files import collect, take_back
 from gradstream.untrusted import say, show
 
 LEFT_S = 10.0

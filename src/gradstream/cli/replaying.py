@@ -15,9 +15,9 @@ import numpy as np
 
 from gradstream.cli.report import print_rows
 from gradstream.errors import ConfigError, DivergedError
-from gradstream.replay import Replay, ReplayedUpdate
-from gradstream.replay import replay as replay_run
-from gradstream.replay.update import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
+from gradstream.ext.replay import Replay, ReplayedUpdate
+from gradstream.ext.replay import replay as replay_run
+from gradstream.ext.replay.update import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
 from gradstream.run.result import Run
 
 MANY = 16
@@ -69,7 +69,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
     Raises:
         ConfigError: there is no such update.
         DivergedError: the replay differs from the run.
-        As `gradstream.replay.replay`.
+        As `gradstream.ext.replay.replay`.
     """
     found, stopped = asked.found, None
     with replay_run(run, keep=False, anyway=anyway) as replay:

@@ -123,7 +123,7 @@ class Job:
         run_dir: the run directory; None makes runs/<utc>-<name>.
         record_machine: whether the run directory holds machine, environment, command, commit of git and
             versions of packages.
-        record: whether nodes record the order of events, so that `gradstream.replay.replay` repeats the run
+        record: whether nodes record the order of events, so that `gradstream.ext.replay.replay` repeats the run
             bit for bit. For strategies that use servers.
         allow_lost: whether a run with your own training loop may finish without data of a lost worker that
             the others could not take over (they can where `session.shard` has made the DataLoader). If not,

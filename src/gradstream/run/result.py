@@ -68,7 +68,7 @@ class Run:
         model: the model by which `evaluate` computes outputs.
         data: the data set whose held-out samples `evaluate` takes by default.
         metrics: further metrics of `evaluate`, by name.
-        recording: files of a recorded simulation, by name, for `gradstream.replay.replay`.
+        recording: files of a recorded simulation, by name, for `gradstream.ext.replay.replay`.
         job: the job of a recorded simulation.
 
     Example:

@@ -18,8 +18,8 @@ import numpy as np
 from torch import nn
 
 import gradstream as gs
-from gradstream.analysis import FullLoss, sharpness, surface
 from gradstream.errors import GradientError
+from gradstream.ext.analysis import FullLoss, sharpness, surface
 from gradstream.run.result import flatten
 from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
 

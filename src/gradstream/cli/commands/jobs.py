@@ -124,7 +124,7 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
     goes on from its newest checkpoint.
 
     With --engine ray, or ray://HOST:PORT, the nodes are actors of a Ray cluster, which places them and
-    starts them again elsewhere. Its options are those of gradstream.run.ray.engine.RayEngine.
+    starts them again elsewhere. Its options are those of gradstream.ext.ray.engine.RayEngine.
 
     Progress goes to stderr, figures to stdout. With --detach it returns at once; the run goes on without
     this terminal, and `gradstream attach` shows its progress.

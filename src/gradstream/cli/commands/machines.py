@@ -124,7 +124,7 @@ def launch(
 def _on_hosts(job: Path, function: str, words: tuple[str, ...], hosts: str, name: str, **given: Any) -> None:
     from gradstream.cli.commands.jobs import train
     from gradstream.cli.hosts import launch_on
-    from gradstream.run.ssh.fleet import Fleet
+    from gradstream.ext.ssh.fleet import Fleet
 
     names = [one.strip() for one in hosts.split(",") if one.strip()]
     if len(names) < 2 or len(set(names)) < len(names):

@@ -195,9 +195,9 @@ def sharpness(
     import dataclasses
     import json
 
-    from gradstream.analysis.ranks import full_loss, parameters_of
-    from gradstream.analysis.sharpness import sharpness as measure
     from gradstream.cli.report import print_rows
+    from gradstream.ext.analysis.ranks import full_loss, parameters_of
+    from gradstream.ext.analysis.sharpness import sharpness as measure
 
     with full_loss(run, checkpoint=checkpoint, workers=workers) as loss:
         if loss is None:  # another rank of torchrun
@@ -242,10 +242,10 @@ def surface(runs: tuple[Path, ...], points: int | None, workers: int, output: Pa
     """
     import json
 
-    from gradstream.analysis.ranks import full_loss, parameters_of
-    from gradstream.analysis.surface import surface as measure
     from gradstream.cli.report import print_rows
     from gradstream.errors import ConfigError
+    from gradstream.ext.analysis.ranks import full_loss, parameters_of
+    from gradstream.ext.analysis.surface import surface as measure
 
     if output.suffix.lower() not in PLOTS:
         raise ConfigError(f"--output {output}: expected a file whose name ends with {', '.join(PLOTS)}")

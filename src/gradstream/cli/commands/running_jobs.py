@@ -79,7 +79,7 @@ def attach(run: Path, as_json: bool) -> None:
       gradstream attach runs/20261120-120000-mine
     """
     from gradstream.cli.hosts import follow as follow_hosts
-    from gradstream.run.ssh.fleet import Fleet
+    from gradstream.ext.ssh.fleet import Fleet
 
     if fleet := Fleet.of(run):
         sys.exit(follow_hosts(fleet, run))
@@ -161,7 +161,7 @@ def stop(run: Path, now: bool, wait_s: float) -> None:
       gradstream stop runs/20261120-120000-mine --now
     """
     from gradstream.cli.hosts import stop as stop_hosts
-    from gradstream.run.ssh.fleet import Fleet
+    from gradstream.ext.ssh.fleet import Fleet
 
     if fleet := Fleet.of(run):
         stop_hosts(fleet, run, *(["--now"] if now else []), wait_s=wait_s)

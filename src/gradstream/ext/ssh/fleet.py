@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from gradstream.errors import ConfigError
+from gradstream.ext.ssh.archives import packed
+from gradstream.ext.ssh.host import HostError, SshHost, last_line, lines_of
 from gradstream.run.files import HOSTS
 from gradstream.run.launches import Launch, read_hosts
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT, RUN
-from gradstream.run.ssh.archives import packed
-from gradstream.run.ssh.host import HostError, SshHost, last_line, lines_of
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import MismatchError, check_record, escaped
 

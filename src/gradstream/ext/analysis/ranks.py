@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradstream.analysis.full_loss import FullLoss, Vector
 from gradstream.checkpoint.format import load_file
 from gradstream.errors import ConfigError, PeerLostError
+from gradstream.ext.analysis.full_loss import FullLoss, Vector
 from gradstream.machine.description import interfaces
 from gradstream.model.base import Model
 from gradstream.run.local.link import python_environment
@@ -52,7 +52,7 @@ def full_loss(path: Path, *, checkpoint: str | None = None, workers: int = 1) ->
             dist.init_process_group("gloo", timeout=SILENCE)
         elif workers > 1:
             for rank in range(1, workers):
-                command = [sys.executable, "-P", "-m", "gradstream.analysis.ranks", str(path)]
+                command = [sys.executable, "-P", "-m", "gradstream.ext.analysis.ranks", str(path)]
                 command += [checkpoint or "", str(rank), str(workers), folder]
                 started.append(subprocess.Popen(command, env=python_environment({})))
             meet(Path(folder), 0, workers)

@@ -118,7 +118,7 @@ class RayNode:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m"),
-                    "gradstream.run.ray.process",
+                    "gradstream.ext.ray.process",
                     str(os.getpid()),
                     *(own if word == OWN_FOLDER else word for word in words),
                 ],

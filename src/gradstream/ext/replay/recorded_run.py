@@ -115,7 +115,7 @@ class RecordedRun:
 
 
 def load_recorded_run(run: str | Path | Run, job: Job | None, *, anyway: bool) -> RecordedRun:
-    """Reads a recording and plans its run again; see `gradstream.replay.replay` for arguments and errors."""
+    """Reads a recording and plans its run again; see `gradstream.ext.replay.replay` for arguments and errors."""
     if isinstance(run, Run) and run.path is None:
         job, parts, storage = _from_memory(run, job)
     else:

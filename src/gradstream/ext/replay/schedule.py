@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeAlias
 
 from gradstream.errors import DivergedError
+from gradstream.ext.replay.update import UpdateAssembler
 from gradstream.recording import Changed, Decided, Entry, FetchAsked, LogPart, Pushed, Read, Summed
-from gradstream.replay.update import UpdateAssembler
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.shard.event_schedule import (
     ChunkRead,

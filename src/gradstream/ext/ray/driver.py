@@ -16,23 +16,23 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradstream._version import __version__
 from gradstream.errors import RESUMABLE, ConfigError, GradstreamError, PeerLostError, UserCodeError
+from gradstream.ext.ray.actor import OWN_FOLDER, NodeView, digest_of_file
+from gradstream.ext.ray.engine import RayCluster, RayEngine
+from gradstream.ext.ssh.run_files import FREE_PART, MAX_FILES
 from gradstream.job.settings.sources import OTHER_VARIABLES, PREFIX
 from gradstream.machine.resources import free_disk_bytes
-from gradstream.run.followed_events import Ending
+from gradstream.run.followed_events import Ending, OnEvent
 from gradstream.run.local.environment import StopSignals
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT
-from gradstream.run.ray.actor import OWN_FOLDER, NodeView, digest_of_file
-from gradstream.run.ray.engine import RayCluster, RayEngine
 from gradstream.run.records import write_spec
 from gradstream.run.result import described
-from gradstream.run.ssh.run_files import FREE_PART, MAX_FILES
 from gradstream.untrusted import escaped, say
 
 # ---- files -------------------------------------------------------------------------------
@@ -137,8 +137,6 @@ VAIN_STARTS, VAIN_S, AGAIN_S = 10, 30.0, 2.0
 TAIL_LINES, ERROR_BYTES = 15, 2048
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-OnEvent = Callable[[Any], None]
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from gradstream.errors import DataError
+from gradstream.ext.ssh.archives import Expected, unpacked
+from gradstream.ext.ssh.fleet import LOG_S, Fleet
+from gradstream.ext.ssh.host import HostError, SshHost
 from gradstream.run.files import BROUGHT, HOSTS, JOB, LOGS
-from gradstream.run.ssh.archives import Expected, unpacked
-from gradstream.run.ssh.fleet import LOG_S, Fleet
-from gradstream.run.ssh.host import HostError, SshHost
 
 OWN = "own"
 """Folder in that of the first machine, with other files that the job has written into the run directory."""

@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import IO
 
 from gradstream.errors import DataError, GradstreamError
-from gradstream.run.ssh.archives import MAX_BYTES, FileList, Source, files_in, unpacked
-from gradstream.run.ssh.file_server import FileServer, served_archive, write_archive
-from gradstream.run.ssh.fleet import Fleet, for_shell
-from gradstream.run.ssh.host import HostError, SshHost, folder_remedy, last_line
+from gradstream.ext.ssh.archives import MAX_BYTES, FileList, Source, files_in, unpacked
+from gradstream.ext.ssh.file_server import FileServer, served_archive, write_archive
+from gradstream.ext.ssh.fleet import Fleet, for_shell
+from gradstream.ext.ssh.host import HostError, SshHost, folder_remedy, last_line
 from gradstream.untrusted import read_settings
 
 # ---- data copy ---------------------------------------------------------------------------
 # A machine's copy of the data of a run: what `DataDelivery` has each machine do, in the folder of the run there.
 #
-#     python -m gradstream.run.ssh.data_delivery there FOLDER        is the data in that folder already?
-#     python -m gradstream.run.ssh.data_delivery send                prints the copy as an archive
-#     python -m gradstream.run.ssh.data_delivery receive             takes an archive from standard input
-#     python -m gradstream.run.ssh.data_delivery serve PORT          gives the copy to others, until standard input ends
-#     python -m gradstream.run.ssh.data_delivery fetch HOST PORT     takes it from there; the certificate is read from
+#     python -m gradstream.ext.ssh.data_delivery there FOLDER        is the data in that folder already?
+#     python -m gradstream.ext.ssh.data_delivery send                prints the copy as an archive
+#     python -m gradstream.ext.ssh.data_delivery receive             takes an archive from standard input
+#     python -m gradstream.ext.ssh.data_delivery serve PORT          gives the copy to others, until standard input ends
+#     python -m gradstream.ext.ssh.data_delivery fetch HOST PORT     takes it from there; the certificate is read from
 #                                                                standard input
 #
 # The copy is `data`, and its list of files `data.json`. A copy is made as `data.new`, and has its name once every
@@ -312,7 +312,7 @@ class DataDelivery:
 
     def _command(self, *words: str) -> str:
         """A command of `data_copy` for the shell of a machine."""
-        return f"{self.fleet.program} {shlex.join(['-P', '-m', 'gradstream.run.ssh.data_delivery', *words])}"
+        return f"{self.fleet.program} {shlex.join(['-P', '-m', 'gradstream.ext.ssh.data_delivery', *words])}"
 
 
 @contextlib.contextmanager

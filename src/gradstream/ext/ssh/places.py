@@ -15,11 +15,11 @@ from pathlib import Path
 
 from gradstream._version import __version__
 from gradstream.errors import ConfigError
+from gradstream.ext.ssh.data_delivery import DataDelivery
+from gradstream.ext.ssh.fleet import Fleet
+from gradstream.ext.ssh.host import HostError, SshHost, folder_remedy, last_line
+from gradstream.ext.ssh.run_files import bring_log
 from gradstream.run.launches import Launch
-from gradstream.run.ssh.data_delivery import DataDelivery
-from gradstream.run.ssh.fleet import Fleet
-from gradstream.run.ssh.host import HostError, SshHost, folder_remedy, last_line
-from gradstream.run.ssh.run_files import bring_log
 
 # ---- inspection --------------------------------------------------------------------------
 # Looks at machines before a run starts on them: what one of them lacks is said in a line, with the remedy.

@@ -18,12 +18,12 @@ import torch
 from gradstream.coordinator.client.member import Member
 from gradstream.data.joined import ids_of
 from gradstream.errors import DivergedError
+from gradstream.ext.replay.membership import ReplayedMember, ReplayedMembers
+from gradstream.ext.replay.recorded_run import RecordedRun, load_recorded_run
+from gradstream.ext.replay.schedule import ReplaySchedule
+from gradstream.ext.replay.update import ReplayedUpdate, UpdateAssembler
 from gradstream.job.job import Job
 from gradstream.job.plan import shard_name
-from gradstream.replay.membership import ReplayedMember, ReplayedMembers
-from gradstream.replay.recorded_run import RecordedRun, load_recorded_run
-from gradstream.replay.schedule import ReplaySchedule
-from gradstream.replay.update import ReplayedUpdate, UpdateAssembler
 from gradstream.run.nodes import worker_config
 from gradstream.run.result import Run
 from gradstream.run.shard import shard_config

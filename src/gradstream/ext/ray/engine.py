@@ -17,7 +17,8 @@ from typing import Any, Self
 from urllib.parse import parse_qsl
 
 from gradstream.errors import ConfigError, DeadlineError
-from gradstream.run.ray.actor import RayNode
+from gradstream.ext.ray.actor import RayNode
+from gradstream.run.followed_events import OnEvent
 from gradstream.untrusted import say
 
 # ---- engine ------------------------------------------------------------------------------
@@ -100,6 +101,14 @@ class RayEngine:
         if self.workers_per_node < 1:
             raise ConfigError(f"engine: workers_per_node={self.workers_per_node}; expected at least 1")
 
+    def run(
+        self, job: str, words: Sequence[str], *, workers: int, run_dir: Path, on_event: OnEvent | None
+    ) -> None:
+        """Trains to the end; see `gradstream._train.RunEngine`, and `RayRun.run` for the errors."""
+        from gradstream.ext.ray.driver import RayRun
+
+        RayRun(engine=self, job=job, words=words, workers=workers, run_dir=run_dir, on_event=on_event).run()
+
     @property
     def wanted(self) -> int | None:
         """Number of nodes that the run is to have now; None for all."""
@@ -144,26 +153,6 @@ class RayEngine:
                 "workers_per_node"
             )
         return nodes
-
-
-def words_of(options: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The options of a call of `train` as those of the command line.
-
-    Raises:
-        ConfigError: a value is an object, which other processes can only get from a file.
-    """
-    words = []
-    for name, value in options.items():
-        if name == "strategy_options" and isinstance(value, Mapping):
-            words += words_of(value, "strategy.")
-            continue
-        if not isinstance(value, str | int | float | bool):
-            raise ConfigError(
-                f"train({name}=..., engine=...): the nodes read the job's file, and cannot be given "
-                f"{type(value).__name__} objects; put it into the job file"
-            )
-        words += ["--set", f"{prefix}{name}={str(value).lower() if isinstance(value, bool) else value}"]
-    return words
 
 
 # ---- cluster -----------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.analysis.full_loss import Vector
-from gradstream.analysis.sharpness import Loss
 from gradstream.errors import ConfigError
+from gradstream.ext.analysis.full_loss import Vector
+from gradstream.ext.analysis.sharpness import Loss
 
 LINE, PLANE = 25, 11
 """Points on the line, and on each side of the plane."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradstream.analysis.full_loss import Vector
 from gradstream.errors import ConfigError
+from gradstream.ext.analysis.full_loss import Vector
 from gradstream.machine.resources import free_memory_bytes
 
 ITERATIONS = 10

@@ -1,4 +1,4 @@
-"""The command line of gradstream as a process of a Ray actor: `python -m gradstream.run.ray.process PARENT WORDS…`.
+"""The command line of gradstream as a process of a Ray actor: `python -m gradstream.ext.ray.process PARENT WORDS…`.
 
 It ends with its actor: the kernel kills it if that is gone, since Ray kills an actor without asking its processes.
 """

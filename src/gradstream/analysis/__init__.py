@@ -1,7 +1,0 @@
-"""What a run has found: how sharp its minimum is, and the loss between it and other runs."""
-
-from gradstream.analysis.full_loss import FullLoss
-from gradstream.analysis.sharpness import Sharpness, sharpness
-from gradstream.analysis.surface import Surface, surface
-
-__all__ = ["FullLoss", "Sharpness", "Surface", "sharpness", "surface"]
