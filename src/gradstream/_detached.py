@@ -154,7 +154,7 @@ def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSig
             from gradstream.run.preparation import Detached, LaunchOptions
 
             try:
-                plan, cluster, credentials = _nodes(run_dir, record, begin)
+                plan, cluster, credentials = _nodes(run_dir, begin)
             except GradstreamError as error:
                 if begin:
                     FollowedEvents(run_dir, None).emit(failed_event(error, "launcher"))
@@ -171,9 +171,7 @@ def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSig
     return 0
 
 
-def _nodes(
-    run_dir: Path, record: LauncherRecord, begin: bool
-) -> tuple[RunPlan, LocalCluster | None, Credentials]:
+def _nodes(run_dir: Path, begin: bool) -> tuple[RunPlan, LocalCluster | None, Credentials]:
     """The plan of the run, and its forkserver: a new one, or the one that is there; None if it has ended."""
     from gradstream.job.code import run_kept
     from gradstream.run.local import LocalCluster
@@ -182,9 +180,10 @@ def _nodes(
     from gradstream.run.result import spec_of_run
     from gradstream.transport.proof import Credentials, new_secret
 
-    with suppress(OSError, ValueError):  # its job may do without
-        os.chdir(record.folder)
     spec, logs, door = spec_of_run(run_dir), run_dir / "logs", run_dir / DOOR
+    cwd = spec.plain.get("cwd")
+    with suppress(OSError, ValueError):  # its job may do without
+        os.chdir(cwd or ".")
     sys.argv[:] = spec.argv
     run_kept(run_dir)
     plan = spec.plan(replace(spec.load_again(), run_dir=run_dir))
@@ -195,7 +194,7 @@ def _nodes(
         environment["PYTHONHASHSEED"] = spec.hash_seed
         log = logs / "forkserver.log"
         link: ForkserverLink | None = ForkserverLink.started(
-            log, environment, shards=shards, split=plan.parts > 1, cwd=record.folder, door=door
+            log, environment, shards=shards, split=plan.parts > 1, cwd=cwd, door=door
         )
     else:
         link = ForkserverLink.entered(door)

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 import gradstream as gs
+from gradstream._resume import begins_anew
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume, to_resume
-from gradstream.run.begins_anew import begins_anew
 from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.worker.remainders import Remainders

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from gradstream._resume import begins_anew
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.errors import DataError
 from gradstream.pipeline.synthetic import Predictor
-from gradstream.run.begins_anew import begins_anew
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage

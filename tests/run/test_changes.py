@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
-from gradstream.run.begins_anew import changes
+from gradstream._resume import changes
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import plan_run
 from gradstream.testing.runs import slow

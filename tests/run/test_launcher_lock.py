@@ -81,9 +81,9 @@ def test_one_launcher_at_a_time_and_the_kernel_names_it(tmp_path: Path) -> None:
         b"{",
         b"[]",
         b"{}",
-        b'{"host":1,"folder":"/","events_from":0}',
-        b'{"host":"a","folder":"/","events_from":-1}',
-        b'{"host":"a","folder":"/","events_from":0,"more":0}',
+        b'{"host":1,"events_from":0}',
+        b'{"host":"a","events_from":-1}',
+        b'{"host":"a","events_from":0,"more":0}',
         b"[" * 100_000,
     ],
 )

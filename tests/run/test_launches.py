@@ -21,7 +21,6 @@ from gradstream.cli.group import main
 from gradstream.errors import ConfigError
 from gradstream.ext.ssh.fleet import Fleet
 from gradstream.job.files import load_job
-from gradstream.run.launcher_lock import LauncherRecord
 from gradstream.run.launches import Launch
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import plan_run
@@ -352,9 +351,8 @@ def test_an_adopted_folder_is_believed_as_it_was_then(own: Path, tmp_path: Path)
 def test_a_launcher_that_takes_over_executes_no_folder_of_elsewhere(own: Path, tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(TAKEN)
     alter(own, job=str(tmp_path / "evil.py"))
-    record = LauncherRecord(host="here", folder=str(tmp_path))
     with pytest.raises(ConfigError, match="comes from elsewhere"):
-        _detached._nodes(own, record, begin=True)
+        _detached._nodes(own, begin=True)
     assert not (tmp_path / "taken").exists()
 
 

@@ -26,7 +26,7 @@ from gradstream.strategies import AllReduce
 from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
-from gradstream.testing.strategies import BrokenPropertiesError
+from gradstream.testing.suites import BrokenPropertiesError
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.group.peers import GroupPeers
 from gradstream.worker.group.setup import GroupMeter, GroupSetup

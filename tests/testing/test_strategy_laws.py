@@ -331,7 +331,7 @@ def test_every_property_has_a_planted_fault() -> None:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *checks: Property) -> None:
-    monkeypatch.setattr("gradstream.testing.strategies.PROPERTIES", checks)
+    monkeypatch.setattr("gradstream.testing.suites.PROPERTIES", checks)
 
 
 @pytest.mark.usefixtures("few_seeds")

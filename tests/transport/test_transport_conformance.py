@@ -13,8 +13,9 @@ import torch
 from gradstream.errors import DeadlineError, GradstreamError
 from gradstream.memory import Span
 from gradstream.testing import ending_checks, flow_checks, pieces, refusal_checks
-from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
+from gradstream.testing.pieces import Check, ConformanceError, MakePair
+from gradstream.testing.suites import CHECKS, run_check
 from gradstream.transport.access import AccessControl
 from gradstream.transport.base import Lent, Stream
 from gradstream.transport.endpoint import EndpointCore

@@ -11,9 +11,9 @@ import torch
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime import Link, Network, Partition, SimulationConfig, VirtualCluster
-from gradstream.testing.endpoints import run_check
 from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.pieces import tensors as tensors_check
+from gradstream.testing.suites import run_check
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.simulated.network import Packet, StreamQueue, VirtualNetwork

@@ -13,9 +13,9 @@ from gradstream.errors import ConfigError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
 from gradstream.testing import ending_checks, flow_checks, pieces, refusal_checks
-from gradstream.testing.endpoints import Check, run_check
 from gradstream.testing.pairs import SECRET, real_pairs
-from gradstream.testing.pieces import reply_once
+from gradstream.testing.pieces import Check, reply_once
+from gradstream.testing.suites import run_check
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint

@@ -25,9 +25,9 @@ from gradstream.run.remote.certificate_authority import (
     fingerprint_of,
 )
 from gradstream.runtime import RealRuntime
-from gradstream.testing.endpoints import CHECKS, Check, run_check
 from gradstream.testing.pairs import SECRET, grpc_pairs
-from gradstream.testing.pieces import echo, reply_once
+from gradstream.testing.pieces import Check, echo, reply_once
+from gradstream.testing.suites import CHECKS, run_check
 from gradstream.transport import endpoint as endpoint_module
 from gradstream.transport import security
 from gradstream.transport.base import Identity, Stream

@@ -19,7 +19,7 @@ from gradstream.errors import RESUMABLE, ConfigError
 from gradstream.ext.ssh.data_delivery import DataDelivery
 from gradstream.ext.ssh.fleet import Fleet
 from gradstream.ext.ssh.host import NO_CONNECTION, HostError, SshHost, lines_of
-from gradstream.ext.ssh.places import add_machine, inspect, remove_machine, replace_machine
+from gradstream.ext.ssh.places import inspect
 from gradstream.ext.ssh.run_files import collect, take_back
 from gradstream.job.sources import sources_of
 from gradstream.run.files import HOSTS
@@ -195,24 +195,6 @@ def stop(fleet: Fleet, run: Path, *options: str, wait_s: float) -> None:
     """Ends the run with a checkpoint, brings what it has left, and cleans up."""
     say(f"{fleet.hosts[0]}: {_as_here(fleet.stop(*options, wait_s=wait_s), fleet, run)}")
     finish(fleet, run)
-
-
-def replace_on(fleet: Fleet, run: Path, gone: str, host: str) -> None:
-    """Has a machine take the place of one that is gone. Raises as `replace_machine` does."""
-    replace_machine(fleet, gone, host, run, say)
-    show(f"{host} joins in the place of {gone}; gradstream status {run}")
-
-
-def add_on(fleet: Fleet, run: Path, host: str) -> None:
-    """Has a machine join in a free place. Raises as `add_machine` does."""
-    add_machine(fleet, host, run, say)
-    show(f"{host} joins; gradstream status {run}")
-
-
-def remove_from(fleet: Fleet, run: Path, host: str) -> None:
-    """Has a machine leave. Raises as `remove_machine` does."""
-    remove_machine(fleet, host, run, say)
-    show(f"{host} has left, and nothing of the run is on it; gradstream status {run}")
 
 
 def show_states(fleet: Fleet) -> None:

@@ -109,7 +109,7 @@ class LaunchFile:
             )
         if not self.job.is_file():
             raise ConfigError(f"there is no job file {self.job}; `gradstream new` writes one")
-        text = resources.files("gradstream.cli.templates").joinpath(f"launch/{engine}.txt").read_text()
+        text = resources.files("gradstream.cli").joinpath(f"templates/launch/{engine}.txt").read_text()
         values = self._values(engine)
         return _HOLE.sub(lambda hole: values[hole[1]] if hole[1] in values else hole[0], text)
 

@@ -3,77 +3,69 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import click
 
+from gradstream.cli.options import stacked
 from gradstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradstream.run.remote.listening import Listening
     from gradstream.session.torchrun import Together
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 TOKEN = "GRADSTREAM_TOKEN"
 """Name of the environment variable that may hold the token."""
 
 
-def listen_options(command: Command) -> Command:
-    """Adds the options of a command that starts runs on several machines."""
-    options = [
-        click.option(
-            "--listen",
-            metavar="ADDR[:PORT]",
-            help="Train on several machines, which reach this one at ADDR.",
-        ),
-        click.option(
-            "--wait",
-            type=int,
-            metavar="N",
-            help="Number of machines, this one included; --workers defaults to N.",
-        ),
-        click.option(
-            "--workers-per-machine",
-            type=int,
-            metavar="K",
-            help="Workers on each machine; --workers defaults to N x K.",
-        ),
-        click.option(
-            "--servers-on",
-            type=click.Choice(["all", "launcher"]),
-            help="Machines that run shards: all of them, or the launcher's alone.",
-        ),
-        click.option(
-            "--wait-s", type=float, metavar="SECONDS", help="Longest wait for the other machines (600)."
-        ),
-        click.option(
-            "--insecure", is_flag=True, help="With --listen: send plain text, without certificates."
-        ),
-        click.option(
-            "--token-file",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help=f"File that holds the token; or set {TOKEN}.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+LISTEN = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
+"""Names of the options of `listen_options`."""
 
+listen_options = stacked(
+    click.option(
+        "--listen",
+        metavar="ADDR[:PORT]",
+        help="Train on several machines, which reach this one at ADDR.",
+    ),
+    click.option(
+        "--wait",
+        type=int,
+        metavar="N",
+        help="Number of machines, this one included; --workers defaults to N.",
+    ),
+    click.option(
+        "--workers-per-machine",
+        type=int,
+        metavar="K",
+        help="Workers on each machine; --workers defaults to N x K.",
+    ),
+    click.option(
+        "--servers-on",
+        type=click.Choice(["all", "launcher"]),
+        help="Machines that run shards: all of them, or the launcher's alone.",
+    ),
+    click.option(
+        "--wait-s", type=float, metavar="SECONDS", help="Longest wait for the other machines (600)."
+    ),
+    click.option("--insecure", is_flag=True, help="With --listen: send plain text, without certificates."),
+    click.option(
+        "--token-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help=f"File that holds the token; or set {TOKEN}.",
+    ),
+)
+"""The options of a command that starts runs on several machines."""
 
-def token_options(command: Command) -> Command:
-    """Adds the options of a command that needs a token."""
-    file = click.Path(path_type=Path, dir_okay=False)
-    for option in (
-        click.option(
-            "--token-file", type=file, help="File that holds the token; `ps` does not show the token then."
-        ),
-        click.option("--token", help=f"Token that the launcher has printed; or set {TOKEN}."),
-    ):
-        command = option(command)
-    return command
+token_options = stacked(
+    click.option("--token", help=f"Token that the launcher has printed; or set {TOKEN}."),
+    click.option(
+        "--token-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="File that holds the token; `ps` does not show the token then.",
+    ),
+)
+"""The options of a command that needs a token."""
 
 
 def token_of(token: str | None, file: Path | None) -> str | None:

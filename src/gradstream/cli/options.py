@@ -96,95 +96,87 @@ def words_given(*, without: Sequence[str], not_with: str, refused: Sequence[str]
     return words
 
 
-def job_options(command: Command) -> Command:
-    """Adds the argument JOB and the options of a command that runs a job; see `load_job_with`."""
-    options = [
-        click.argument("job", metavar="JOB"),
-        click.option("--strategy", metavar="NAME", help="Name, or file.py:Class."),
-        click.option(
-            "--algorithm", metavar="NAME", help="Algorithm of strategies without a server: ring, for example."
-        ),
-        click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam, for example."),
-        click.option(
-            "--codec", metavar="NAME", help="Codec of what workers send: int8 or top-k, for example."
-        ),
-        click.option("--lr", type=float, help="Learning rate of the optimizer."),
-        click.option("--workers", type=int, help="Number of replicas of the model."),
-        click.option("--servers", type=int, help="Number of shards of the parameter server."),
-        click.option(
-            "--split", type=int, help="Number of processes that hold one replica of the model together."
-        ),
-        click.option(
-            "--acknowledge",
-            metavar="LEVEL",
-            help="When shards acknowledge a push: applied, or with a backup: replicated, logged.",
-        ),
-        click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
-        click.option("--epochs", type=int, help="Passes over the data."),
-        click.option(
-            "--steps",
-            type=int,
-            help="Steps of each worker, instead of --epochs: minibatches, or rounds under strategies in rounds.",
-        ),
-        click.option("--device", metavar="NAME", help="Device of the workers: cpu, cuda, cuda:1, auto."),
-        click.option("--carrier", metavar="NAME", help="Carrier of chunks: auto, grpc, tcp, shm."),
-        click.option("--seed", type=int, help="Seed of parameters, order of samples and dropout."),
-        click.option(
-            "--tracker",
-            metavar="NAME",
-            multiple=True,
-            help="Service to send the curves to: wandb, mlflow, trackio.",
-        ),
-        click.option(
-            "--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory of the run."
-        ),
-        click.option(
-            "--allow-lost",
-            is_flag=True,
-            default=None,
-            help="Finish the run even if a lost worker's own loop leaves data undone.",
-        ),
-        click.option(
-            "--allow-changed",
-            is_flag=True,
-            default=None,
-            help="Where a run goes on: with the files of the job, and the data, as they are now.",
-        ),
-        click.option(
-            "--record", is_flag=True, default=None, help="Record the order of events, for gradstream replay."
-        ),
-        click.option(
-            "--noise-scale", is_flag=True, default=None, help="Measure how many samples a step pay."
-        ),
-        click.option(
-            "--set",
-            "settings",
-            metavar="KEY=VALUE",
-            multiple=True,
-            help="Any field of the job, its strategy or optimizer: strategy.push_every=10.",
-        ),
-        click.option(
-            "--config",
-            type=click.Path(path_type=Path, dir_okay=False, exists=True),
-            help=f"TOML file of such fields, instead of {FILE} beside the job.",
-        ),
-        json_option,
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+def stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """One decorator of several, of which help shows the options in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def detach_option(command: Command) -> Command:
-    """Adds the option --detach."""
-    return click.option("--detach", is_flag=True, help="Return at once; the run goes on by itself.")(command)
-
-
-def json_option(command: Command) -> Command:
-    """Adds the option --json."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")(
-        command
-    )
+run_argument = click.argument("run", type=click.Path(path_type=Path, file_okay=False), metavar="RUN")
+detach_option = click.option("--detach", is_flag=True, help="Return at once; the run goes on by itself.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+job_options = stacked(
+    click.argument("job", metavar="JOB"),
+    click.option("--strategy", metavar="NAME", help="Name, or file.py:Class."),
+    click.option(
+        "--algorithm", metavar="NAME", help="Algorithm of strategies without a server: ring, for example."
+    ),
+    click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam, for example."),
+    click.option("--codec", metavar="NAME", help="Codec of what workers send: int8 or top-k, for example."),
+    click.option("--lr", type=float, help="Learning rate of the optimizer."),
+    click.option("--workers", type=int, help="Number of replicas of the model."),
+    click.option("--servers", type=int, help="Number of shards of the parameter server."),
+    click.option(
+        "--split", type=int, help="Number of processes that hold one replica of the model together."
+    ),
+    click.option(
+        "--acknowledge",
+        metavar="LEVEL",
+        help="When shards acknowledge a push: applied, or with a backup: replicated, logged.",
+    ),
+    click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
+    click.option("--epochs", type=int, help="Passes over the data."),
+    click.option(
+        "--steps",
+        type=int,
+        help="Steps of each worker, instead of --epochs: minibatches, or rounds under strategies in rounds.",
+    ),
+    click.option("--device", metavar="NAME", help="Device of the workers: cpu, cuda, cuda:1, auto."),
+    click.option("--carrier", metavar="NAME", help="Carrier of chunks: auto, grpc, tcp, shm."),
+    click.option("--seed", type=int, help="Seed of parameters, order of samples and dropout."),
+    click.option(
+        "--tracker",
+        metavar="NAME",
+        multiple=True,
+        help="Service to send the curves to: wandb, mlflow, trackio.",
+    ),
+    click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory of the run."),
+    click.option(
+        "--allow-lost",
+        is_flag=True,
+        default=None,
+        help="Finish the run even if a lost worker's own loop leaves data undone.",
+    ),
+    click.option(
+        "--allow-changed",
+        is_flag=True,
+        default=None,
+        help="Where a run goes on: with the files of the job, and the data, as they are now.",
+    ),
+    click.option(
+        "--record", is_flag=True, default=None, help="Record the order of events, for gradstream replay."
+    ),
+    click.option("--noise-scale", is_flag=True, default=None, help="Measure how many samples a step pay."),
+    click.option(
+        "--set",
+        "settings",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="Any field of the job, its strategy or optimizer: strategy.push_every=10.",
+    ),
+    click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        help=f"TOML file of such fields, instead of {FILE} beside the job.",
+    ),
+    json_option,
+)
+"""The argument JOB and the options of a command that runs a job; see `load_job_with`."""
 
 
 def load_job_with(

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import numpy as np
 
-from gradstream.cli.report import print_rows
+from gradstream.cli.report import print_result
 from gradstream.errors import ConfigError, DivergedError
 from gradstream.ext.replay import Replay, ReplayedUpdate
 from gradstream.ext.replay import replay as replay_run
@@ -81,7 +81,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
                 break
     if stopped is not None:
         if not (watch and as_json):
-            click.echo(json.dumps(record_of(stopped))) if as_json else print_rows(rows_of(stopped))
+            print_result(as_json, record_of(stopped), rows_of(stopped))
         return
     rows = [("updates", f"{replay.num_updates:,}"), ("ended", replay.ended)]
     if found is None:
@@ -92,7 +92,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
         )
     else:
         rows.append(("found", "none"))
-    click.echo(json.dumps(dict(rows))) if as_json else print_rows(rows)
+    print_result(as_json, dict(rows), rows)
 
 
 def _compared(run: Path, replay: Replay) -> str:

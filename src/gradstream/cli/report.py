@@ -48,6 +48,11 @@ def _only_ours(trace: str) -> bool:
     )
 
 
+def print_result(as_json: bool, record: Any, rows: Sequence[tuple[str, str]]) -> None:
+    """Prints the result of a command on stdout: a record as JSON, or rows (name, figure) as a table."""
+    print(json.dumps(record)) if as_json else print_rows(rows)
+
+
 def print_end(run: Run, evaluation: Evaluation | None, as_json: bool) -> None:
     """Prints the figures of a run on stdout: a table, or one JSON object."""
     if as_json:

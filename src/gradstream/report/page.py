@@ -8,9 +8,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from gradstream.report import curves, sections
+from gradstream.report import sections
 from gradstream.report.cause import Reason
-from gradstream.report.charts import Curve, count_text, line_chart, time_text, value_text
+from gradstream.report.charts import time_text, value_text
 from gradstream.report.figures import RunFigures, cost_of, figures_of
 from gradstream.report.lanes import keys, lanes_of, styles_of, timeline_html
 from gradstream.report.reason import reason_of
@@ -193,16 +193,5 @@ def run_html(rows: Sequence[tuple[str, str]], events: Sequence[EventDict]) -> st
     """
     events, rows = _shown(events), _shown(rows)
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-    drawn = [
-        ("training", curves.training(events), False),
-        ("held out", curves.evaluated(events, "loss"), True),
-    ]
-    lines = [
-        Curve(name, [(point.samples, point.value) for point in points], f"c{index}", dots)
-        for index, (name, points, dots) in enumerate(drawn)
-        if points
-    ]
-    chart = line_chart(
-        lines, title="loss over samples", x_label="loss over samples", x_text=count_text, may_log=True
-    )
+    chart = sections.loss_chart(events, "samples")
     return f'<div class="gradstream"><style>{STYLE}</style><table>{table}</table>{chart}</div>'

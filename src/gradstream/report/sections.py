@@ -38,8 +38,10 @@ def section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>\n" if body else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """A table of HTML cells. A column whose head begins with ">" is aligned to the right."""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
+    """A table of HTML cells; "" without rows. A column whose head begins with ">" is aligned to the right."""
+    if not rows:
+        return ""
     right = [name.startswith(">") for name in head]
     names = "".join(
         f'<th scope="col"{" class=n" if to_right else ""}>{escape(name.removeprefix(">"))}</th>'
@@ -99,15 +101,24 @@ def _points(points: Sequence[curves.Point], axis: str) -> list[tuple[float, floa
 
 
 def _over_both(name: str, drawn: Sequence[tuple[str, Sequence[curves.Point], bool]]) -> str:
-    figures = ""
-    for axis in ("samples", "time"):
-        lines = [
-            Curve(text, _points(points, axis), f"c{index}", dots)
-            for index, (text, points, dots) in enumerate(drawn)
-            if points
-        ]
-        figures += _chart(name, axis, lines, may_log=name == "loss")
-    return figures
+    charts = (_chart(name, axis, _lines(drawn, axis), may_log=name == "loss") for axis in ("samples", "time"))
+    return "".join(charts)
+
+
+def _lines(drawn: Sequence[tuple[str, Sequence[curves.Point], bool]], axis: str) -> list[Curve]:
+    return [
+        Curve(text, _points(points, axis), f"c{index}", dots)
+        for index, (text, points, dots) in enumerate(drawn)
+        if points
+    ]
+
+
+def loss_chart(events: Sequence[EventDict], axis: str) -> str:
+    """The loss in training and on held-out samples, without a caption; "" without points."""
+    training, held_out = curves.training(events), curves.evaluated(events, "loss")
+    lines = _lines([("training", training, False), ("held out", held_out, True)], axis)
+    title = f"loss over {axis}"
+    return line_chart(lines, title=title, x_label=title, x_text=count_text, may_log=True)
 
 
 def _chart(name: str, axis: str, lines: Sequence[Curve], note: str = "", **options: Any) -> str:
@@ -148,32 +159,22 @@ def workers(figures: RunFigures, styles: Styles) -> str:
                 ", ".join("–" if s is None else time_text(s) for s in (worker.push_s, worker.fetch_s)),
             ]
         )
-    head = [
-        "worker",
-        ">steps",
-        ">samples",
-        ">per sample",
-        "its steps",
-        ">computing",
-        ">evaluating",
-        *([">paused"] if with_pauses else []),
-        ">idle",
-        "waited for",
-    ]
+    head = ["worker", ">steps", ">samples", ">per sample", "its steps", ">computing", ">evaluating"]
+    head += [*([">paused"] if with_pauses else []), ">idle", "waited for", ">a push, a fetch"]
     about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
     if with_pauses:
         about += " A paused worker takes no part, by the strategy's participation schedule."
-    return section("Workers", _table([*head, ">a push, a fetch"], rows, about) if rows else "")
+    return section("Workers", _table(head, rows, about))
 
 
 def uneven(events: Sequence[EventDict]) -> str:
     """How speed divided the rounds, and which contributions came too late."""
     about = "Samples of a round by worker, as set by measured speed."
     head, rows = shares_table(events)
-    found = section("Shares", _table(head, rows, about) if rows else "")
+    found = section("Shares", _table(head, rows, about))
     about = "Gradients that came after the update of their round are late; a late worker skips rounds."
     head, rows = quorums(events)
-    return found + section("Backup workers", _table(head, rows, about) if rows else "")
+    return found + section("Backup workers", _table(head, rows, about))
 
 
 def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]]:
@@ -320,20 +321,10 @@ def nodes(figures: RunFigures) -> str:
                 size_text(node.peak_bytes) if node.peak_bytes else "",
             ]
         )
-    head = [
-        "node",
-        "host",
-        "reaches others by",
-        ">joined",
-        ">left",
-        ">CPU",
-        "cores in use",
-        ">most",
-        "own memory",
-        ">peak",
-    ]
+    head = ["node", "host", "reaches others by", ">joined", ">left", ">CPU"]
+    head += ["cores in use", ">most", "own memory", ">peak"]
     about = "Curves show the time of the run, from 0 up to the largest value, which stands beside them."
-    return section("Nodes", _table(head, rows, about) if rows else "")
+    return section("Nodes", _table(head, rows, about))
 
 
 def story(figures: RunFigures) -> str:
@@ -347,7 +338,7 @@ def story(figures: RunFigures) -> str:
         bad = one.kind in ("lost", "failed", "insecure", "no checkpoint")
         kind = f'<span class="bad">{one.kind}</span>' if bad else one.kind
         rows.append([_when(one.time_s), kind, f'<span class="text">{escape(one.text)}</span>'])
-    return section("What happened", _table([">when", "what", "who"], rows) if rows else "")
+    return section("What happened", _table([">when", "what", "who"], rows))
 
 
 def _when(time_s: float | None) -> str:

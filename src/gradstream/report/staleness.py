@@ -93,24 +93,12 @@ class Staleness(tuple[StalenessRow, ...]):
             return f"<p>{escape(repr(self))}</p>"
         names = ("worker", "shard", "chunks", "mean", "p50", "p99", "largest", "")
         head = "".join(f"<th>{name}</th>" for name in names)
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f"<td>{cell}</td>"
-                for cell in (
-                    escape(row.worker),
-                    escape(row.shard),
-                    f"{row.chunks:,}",
-                    f"{row.mean:.2f}",
-                    row.p50,
-                    row.p99,
-                    row.largest,
-                    histogram(row.histogram, title=f"Staleness of {row.worker} at {row.shard}: {row}"),
-                )
-            )
-            + "</tr>"
-            for row in self
-        )
+        body = ""
+        for row in self:
+            drawn = histogram(row.histogram, title=f"Staleness of {row.worker} at {row.shard}: {row}")
+            cells = [escape(row.worker), escape(row.shard), f"{row.chunks:,}", f"{row.mean:.2f}"]
+            cells += [str(row.p50), str(row.p99), str(row.largest), drawn]
+            body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
         style = (
             ".gradstream .fill { fill: #4c8fd0; } .gradstream .axis { stroke: currentColor; opacity: .5; }"
         )
@@ -194,16 +182,9 @@ def quorums(events: Sequence[EventDict]) -> tuple[Row, list[Row]]:
     late = Counter(e["rank"] for e in events if e["event"] == "step" and e.get("late"))
     rows: list[Row] = []
     for rank in sorted({*rounds[0]["accepted"], *rounds[0]["left_out"]}):
-        left_out = len(rounds) - accepted[rank]
-        rows.append(
-            [
-                escape(f"worker-{rank}"),
-                f"{accepted[rank]:,}",
-                f"{accepted[rank] / len(rounds):.0%}",
-                f"{late[rank]:,}",
-                f"{max(0, left_out - late[rank]):,}",
-            ]
-        )
+        taken, skipped = accepted[rank], max(0, len(rounds) - accepted[rank] - late[rank])
+        counts = [f"{taken:,}", f"{taken / len(rounds):.0%}", f"{late[rank]:,}", f"{skipped:,}"]
+        rows.append([escape(f"worker-{rank}"), *counts])
     return ["worker", ">in updates", ">of all", ">late", ">skipped"], rows
 
 

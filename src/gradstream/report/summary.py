@@ -73,18 +73,8 @@ def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
 
 _ROW = ("step", "epoch", "rank", "samples", "loss", "lr", "gradient_norm", "time_s")
 _PHASE = (
-    "number",
-    "label",
-    "strategy",
-    "optimizer",
-    "workers",
-    "servers",
-    "batch_size",
-    "accumulate",
-    "samples",
-    "time_s",
-    "way",
-    "trains_locally",
+    *("number", "label", "strategy", "optimizer", "workers", "servers"),
+    *("batch_size", "accumulate", "samples", "time_s", "way", "trains_locally"),
 )
 _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_out", "final", "time_s")
 
@@ -220,18 +210,22 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
     """
     phases = _phases(events)
     started = {**_last(events, "started"), **(phases[-1] if phases else {})}
+    held_out = next(iter(evaluations_of(events)[-1:]), {})
+    noise_scale, missing, _ = noise_scale_of(surviving(events))
     return {
         **{key: started.get(key) for key in _STARTED},
         "phases": phases,
         **_progress(surviving(events)),
-        **_held_out(events),
+        "accuracy": held_out.get("accuracy"),
+        "held_out_loss": held_out.get("loss"),
         **_logged(surviving(events)),
-        **_noise(surviving(events)),
+        "noise_scale": noise_scale,
+        "noise_scale_missing": missing,
         **_totals(events, "exchange", _EXCHANGED),
         **_staleness(events),
-        "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
+        "carriers": _sorted_counts(carriers_of(events).values()),
         "relayed": _relayed(events),
-        "alone": dict(sorted(Counter(f"worker-{event['rank']}" for event in _of(events, "alone")).items())),
+        "alone": _sorted_counts(f"worker-{event['rank']}" for event in _of(events, "alone")),
         "group": _group(events),
         "links": None if (links := links_of(events)) is None else links.sentence(),
         **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),
@@ -272,25 +266,12 @@ def _group(events: Sequence[EventDict]) -> str | None:
 
 
 _EXCHANGED = (
-    "pushed_bytes",
-    "fetched_bytes",
-    "pushes",
-    "fetches",
-    "retries",
-    "whole_pushed_bytes",
-    "whole_fetched_bytes",
+    *("pushed_bytes", "fetched_bytes", "pushes", "fetches", "retries"),
+    *("whole_pushed_bytes", "whole_fetched_bytes"),
 )
 _STARTED = (
-    "job",
-    "strategy",
-    "optimizer",
-    "workers",
-    "servers",
-    "num_parameters",
-    "num_samples",
-    "chunk_elems",
-    "way",
-    "trains_locally",
+    *("job", "strategy", "optimizer", "workers", "servers"),
+    *("num_parameters", "num_samples", "chunk_elems", "way", "trains_locally"),
 )
 
 
@@ -318,10 +299,8 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "samples": samples,
         "samples_accounted": finished.get("samples"),
         "samples_dropped": finished.get("dropped", 0),
-        "gradients_refused": dict(
-            sorted(Counter(one["who"] for one in _of(events, "gradient_refused")).items())
-        ),
-        "late": _late(steps),
+        "gradients_refused": _sorted_counts(one["who"] for one in _of(events, "gradient_refused")),
+        "late": _sorted_counts(step["node"] for step in steps if step.get("late")),
         "shares": _shares(events),
         "reason": finished.get("reason") or None,
         "samples_reassigned": sum(event["reassigned"] for event in _of(events, "ledger")),
@@ -334,11 +313,6 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
     }
 
 
-def _held_out(events: Sequence[EventDict]) -> dict[str, Any]:
-    last = next(iter(evaluations_of(events)[-1:]), {})
-    return {"accuracy": last.get("accuracy"), "held_out_loss": last.get("loss")}
-
-
 def _logged(events: Iterable[EventDict]) -> dict[str, Any]:
     logs = sorted(_of(events, "log"), key=lambda event: event["time_s"])
     latest = {name: value for event in logs for name, value in event["values"].items()}
@@ -348,14 +322,9 @@ def _logged(events: Iterable[EventDict]) -> dict[str, Any]:
     }
 
 
-def _noise(events: Sequence[EventDict]) -> dict[str, Any]:
-    value, missing, _ = noise_scale_of(events)
-    return {"noise_scale": value, "noise_scale_missing": missing}
-
-
-def _late(steps: Sequence[EventDict]) -> dict[str, int]:
-    counts = Counter(step["node"] for step in steps if step.get("late"))
-    return dict(sorted(counts.items()))
+def _sorted_counts(names: Iterable[str]) -> dict[str, int]:
+    """How often each name comes, by name."""
+    return dict(sorted(Counter(names).items()))
 
 
 def _shares(events: Sequence[EventDict]) -> dict[str, int]:

@@ -40,18 +40,16 @@ class LauncherRecord:
 
     Args:
         host: name of its machine.
-        folder: working directory in which it has read the job.
         events_from: size of `events.jsonl` when this part of the run began, in bytes.
     """
 
     host: str
-    folder: str
     events_from: int = 0
 
     @classmethod
-    def here(cls, *, events_from: int, cwd: str | None = None) -> LauncherRecord:
-        """That of a launcher in this process, which has read the job in this folder; None is the present one."""
-        return cls(host=socket.gethostname(), folder=cwd or os.getcwd(), events_from=events_from)
+    def here(cls, *, events_from: int) -> LauncherRecord:
+        """That of a launcher in this process."""
+        return cls(host=socket.gethostname(), events_from=events_from)
 
     @classmethod
     def read(cls, run_dir: Path) -> LauncherRecord | None:

@@ -113,7 +113,7 @@ class Preparation:
         if self._options.is_trial or self._options.detached is not None:
             yield
             return
-        record = LauncherRecord.here(events_from=events_from, cwd=self._plan.job.cwd)
+        record = LauncherRecord.here(events_from=events_from)
         with ExitStack() as stack:
             with self._writing():
                 stack.enter_context(launcher_lock(self._run_dir, record))

@@ -70,33 +70,6 @@ class Restarts:
         return due
 
 
-class Evictions:
-    """The nodes that the run counts as lost, and whether the process of one is still there, because it stands still.
-
-    The run counts each process that ends as lost, before or after the launcher hears of its end. So while a node was
-    lost more often than processes of it have ended, one of them is still there.
-    """
-
-    def __init__(self) -> None:
-        self._left = Counter[str]()
-        self._since_s: dict[str, float] = {}
-
-    def lost(self, name: str, at_s: float) -> bool:
-        """Notes that the run has lost a node. Returns whether its process is still there."""
-        self._left[name] += 1
-        self._since_s[name] = at_s
-        return self._left[name] > 0
-
-    def ended(self, name: str) -> None:
-        """Notes that a process of a node has ended, or is left to itself."""
-        self._left[name] -= 1
-
-    def there(self, at_s: float, for_s: float) -> list[str]:
-        """The nodes that the run has lost for so long, of whose processes nobody has said that they have ended."""
-        since = self._since_s.items()
-        return [name for name, from_s in since if self._left[name] > 0 and at_s - from_s > for_s]
-
-
 class Succession:
     """The processes of the coordinator.
 
@@ -132,6 +105,9 @@ class Succession:
 class Comebacks:
     """Which lost nodes a new process takes the place of, and when.
 
+    The run counts each process that ends as lost, before or after the launcher hears of its end. So while a node was
+    lost more often than processes of it have ended, one of them is still there, because it stands still.
+
     Args:
         losses: what becomes of the run when a node is lost.
         limit: the most restarts of each worker and shard.
@@ -146,7 +122,10 @@ class Comebacks:
         self.stopping = False
         self._losses = losses
         self._restarts = Restarts(limit)
-        self._evictions = Evictions()
+        self._left = Counter[
+            str
+        ]()  # by node: how often the run has lost it, less the processes that have ended
+        self._since_s: dict[str, float] = {}
 
     def replaces(self, name: str) -> bool:
         """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
@@ -156,11 +135,13 @@ class Comebacks:
 
     def lost(self, name: str, at_s: float) -> bool:
         """Notes that the run has lost a node. Returns whether it is a shard that stands still, and has to end first."""
-        return self._evictions.lost(name, at_s) and name.startswith("shard") and self.replaces(name)
+        self._left[name] += 1
+        self._since_s[name] = at_s
+        return self._left[name] > 0 and name.startswith("shard") and self.replaces(name)
 
     def ended(self, name: str) -> None:
         """Notes that a process of a node has ended, or is gone with its machine."""
-        self._evictions.ended(name)
+        self._left[name] -= 1
 
     def start_soon(self, name: str, at_s: float) -> None:
         """Has a node started again, when its turn comes."""
@@ -169,12 +150,17 @@ class Comebacks:
 
     def unheard(self, at_s: float) -> list[str]:
         """The shards of other machines that the run has lost, of whose processes nobody says that they have ended."""
-        return [name for name in self._evictions.there(at_s, RESCUE_S) if name.startswith("shard")]
+        return [name for name in self._there(at_s, RESCUE_S) if name.startswith("shard")]
 
     def stand_still(self, at_s: float) -> list[str]:
         """The lost workers that have to end before a new process can take their places."""
-        there = self._evictions.there(at_s, STILL_S)
+        there = self._there(at_s, STILL_S)
         return [name for name in there if not name.startswith("shard") and self.replaces(name)]
+
+    def _there(self, at_s: float, for_s: float) -> list[str]:
+        """The nodes that the run has lost for so long, of whose processes nobody has said that they have ended."""
+        since = self._since_s.items()
+        return [name for name, from_s in since if self._left[name] > 0 and at_s - from_s > for_s]
 
     def due(self, at_s: float) -> list[str]:
         """The nodes to start now."""

@@ -1,11 +1,14 @@
 """The public suites that every built-in carrier and strategy passes, for your own ones too."""
 
-from gradstream.testing.endpoints import CHECKS, ConformanceError, MakePair, Pair, check_endpoint, run_check
-from gradstream.testing.strategies import (
+from gradstream.testing.pieces import ConformanceError, MakePair, Pair
+from gradstream.testing.suites import (
+    CHECKS,
     BrokenPropertiesError,
     PropertyResult,
     StrategyReport,
+    check_endpoint,
     check_strategy,
+    run_check,
 )
 from gradstream.testing.tokens import TokenAudit, Tokens, numbered
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime import Link, Network, RealRuntime, SimulationConfig, VirtualCluster
 from gradstream.runtime.base import Runtime
-from gradstream.testing.endpoints import MakePair, Pair
+from gradstream.testing.pieces import MakePair, Pair
 from gradstream.transport.base import Endpoint, Identity, Stream
 from gradstream.transport.carriers import ShmEndpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint

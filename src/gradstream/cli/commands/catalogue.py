@@ -36,7 +36,11 @@ def plugins(as_json: bool) -> None:
         if fault:
             click.echo(f"warning: {fault}", err=True)
     if as_json:
-        click.echo(json.dumps([_record(offer, fault) for offer, fault in rows]))
+        named = ("kind", "name", "origin", "place")
+        records = [
+            {key: getattr(offer, key) for key in named} | {"fault": fault or None} for offer, fault in rows
+        ]
+        click.echo(json.dumps(records))
         return
     table = [(offer.kind, offer.name, offer.origin, "broken" if fault else "") for offer, fault in rows]
     widths = [max(len(row[column]) for row in table) for column in range(4)]
@@ -63,16 +67,6 @@ def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
                 fault = f"{offer.kind} {offer.name!r} is the name of {' and '.join(map(str, same))}"
         rows.append((offer, fault))
     return rows
-
-
-def _record(offer: Plugin, fault: str) -> dict[str, str | None]:
-    return {
-        "kind": offer.kind,
-        "name": offer.name,
-        "origin": offer.origin,
-        "place": offer.place,
-        "fault": fault or None,
-    }
 
 
 @click.group()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradstream.cli.machines import listen_options, listening_of, together_of
+from gradstream.cli.machines import LISTEN, listen_options, listening_of, together_of
 from gradstream.cli.options import (
     JobCommand,
     arguments_of_job,
@@ -18,6 +18,7 @@ from gradstream.cli.options import (
     job_options,
     json_option,
     load_job_with,
+    run_argument,
     words_beside,
     words_given,
 )
@@ -49,22 +50,18 @@ def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
 
 def show_detached(run: Run, as_json: bool) -> None:
     """Prints where a run that goes on without this terminal is, and how to follow and stop it."""
-    import json
     import shlex
 
-    from gradstream.cli.report import print_rows
+    from gradstream.cli.report import print_result
 
     path = str(run.path)
-    if as_json:
-        click.echo(json.dumps({"run_dir": path}))
-        return
     rows = [
         ("name", str(run.info.get("name", ""))),
         ("run directory", path),
         ("watch", f"gradstream attach {shlex.quote(path)}"),
         ("stop", f"gradstream stop {shlex.quote(path)}"),
     ]
-    print_rows(rows)
+    print_result(as_json, {"run_dir": path}, rows)
 
 
 def show_dry_run(job: Job, as_json: bool) -> None:
@@ -74,22 +71,17 @@ def show_dry_run(job: Job, as_json: bool) -> None:
         PreflightError: a check failed. All results are printed by then.
     """
     import dataclasses
-    import json
 
-    from gradstream.cli.report import print_rows
+    from gradstream.cli.report import print_result
     from gradstream.errors import PreflightError
     from gradstream.preflight import dry_run
 
     results = dry_run(job)
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(result) for result in results]))
-    else:
-        print_rows(
-            [
-                (one.name, f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s  {one.detail}")
-                for one in results
-            ]
-        )
+    rows = [
+        (one.name, f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s  {one.detail}") for one in results
+    ]
+    print_result(as_json, list(map(dataclasses.asdict, results)), rows)
+    if not as_json:
         click.echo(f"{sum(one.seconds for one in results):.1f} s in all", err=True)
     last = results[-1]
     if not last.ok:
@@ -142,8 +134,7 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
     """
     from gradstream._train import train as run_job
 
-    names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
-    machines = {name: given.pop(name) for name in names}
+    machines = {name: given.pop(name) for name in LISTEN}
     config = given["config"]
     chosen = load_job_with(job, **given)
     if engine is not None:
@@ -152,7 +143,7 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
         words = words_beside(job, config) + words_given(
             without=("engine", "run_dir", "as_json", "config"),
             not_with="--engine",
-            refused=(*names, "dry_run", "detach"),
+            refused=(*LISTEN, "dry_run", "detach"),
         )
         run_and_show(lambda on_event: train_by_engine(chosen, engine, words, on_event=on_event), as_json)
         return
@@ -179,7 +170,7 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.option("--workers", type=int, help="New number of replicas of the model.")
 @click.option("--servers", type=int, help="New number of shards of the parameter server.")
 @click.option("--split", type=int, help="New number of processes that hold one replica together.")
@@ -222,8 +213,7 @@ def resume(run: Path, as_json: bool, detach: bool, **given: Any) -> None:
     """
     from gradstream._resume import resume as resume_run
 
-    names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
-    listening = listening_of(**{name: given.pop(name) for name in names}, workers=_processes(given))
+    listening = listening_of(**{name: given.pop(name) for name in LISTEN}, workers=_processes(given))
     options: Any = {name: value for name, value in given.items() if value is not None}
     if detach:
         show_detached(resume_run(run, listen=listening, detach=True, **options), as_json)
@@ -337,7 +327,7 @@ def new(name: str, kind: str) -> None:
       gradstream new mine
       gradstream new mine --numpy
     """
-    from gradstream.cli.templates import render
+    from importlib import resources
 
     path = Path(name if name.endswith(".py") else f"{name}.py")
     if not path.stem.isidentifier():
@@ -346,7 +336,8 @@ def new(name: str, kind: str) -> None:
         )
     try:
         with open(path, "x", encoding="utf-8") as file:
-            file.write(render(kind, path.name))
+            text = resources.files("gradstream.cli").joinpath(f"templates/{kind}.py.txt").read_text()
+            file.write(text.format(name=path.stem, file=path.name))
     except OSError as error:
         raise ConfigError(f"{path} is not written: {error.strerror}") from error
     click.echo(f"{path} is written. Now: gradstream train {path}")

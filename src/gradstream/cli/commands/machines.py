@@ -13,7 +13,7 @@ import click
 
 from gradstream.cli.launch_files import ENGINES, NAME, LaunchFile
 from gradstream.cli.machines import token_of, token_options
-from gradstream.cli.options import JobCommand, arguments_of_job
+from gradstream.cli.options import JobCommand, arguments_of_job, run_argument
 from gradstream.errors import ConfigError
 from gradstream.run.place import DEFAULT_PORT
 
@@ -302,7 +302,7 @@ def doctor(
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.argument("host")
 def add(run: Path, host: str) -> None:
     """Has HOST join a run of `gradstream launch --hosts` that has a free place.
@@ -315,13 +315,16 @@ def add(run: Path, host: str) -> None:
       gradstream launch --hosts a,b --room 2 --detach JOB.py
       gradstream add runs/job c
     """
-    from gradstream.cli.hosts import add_on, fleet_of
+    from gradstream.cli.hosts import fleet_of
+    from gradstream.ext.ssh.places import add_machine
+    from gradstream.untrusted import say, show
 
-    add_on(fleet_of(run), run, host)
+    add_machine(fleet_of(run), host, run, say)
+    show(f"{host} joins; gradstream status {run}")
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.argument("host")
 def remove(run: Path, host: str) -> None:
     """Has HOST leave a run of `gradstream launch --hosts`: it hands in what it has computed, and is cleaned up.
@@ -333,13 +336,16 @@ def remove(run: Path, host: str) -> None:
     Examples:
       gradstream remove runs/job c
     """
-    from gradstream.cli.hosts import fleet_of, remove_from
+    from gradstream.cli.hosts import fleet_of
+    from gradstream.ext.ssh.places import remove_machine
+    from gradstream.untrusted import say, show
 
-    remove_from(fleet_of(run), run, host)
+    remove_machine(fleet_of(run), host, run, say)
+    show(f"{host} has left, and nothing of the run is on it; gradstream status {run}")
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.argument("gone")
 @click.argument("host")
 def replace(run: Path, gone: str, host: str) -> None:
@@ -353,6 +359,9 @@ def replace(run: Path, gone: str, host: str) -> None:
       gradstream replace runs/mine c i
       gradstream replace runs/mine b b
     """
-    from gradstream.cli.hosts import fleet_of, replace_on
+    from gradstream.cli.hosts import fleet_of
+    from gradstream.ext.ssh.places import replace_machine
+    from gradstream.untrusted import say, show
 
-    replace_on(fleet_of(run), run, gone, host)
+    replace_machine(fleet_of(run), gone, host, run, say)
+    show(f"{host} joins in the place of {gone}; gradstream status {run}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gradstream.cli.options import json_option
+from gradstream.cli.options import json_option, run_argument
 
 
 @click.command()
@@ -97,9 +97,8 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
       gradstream evaluate runs/20261120-120000-mine --data other.py:holdout
     """
     import dataclasses
-    import json
 
-    from gradstream.cli.report import evaluation_rows, print_rows
+    from gradstream.cli.report import evaluation_rows, print_result
     from gradstream.job.registry import find_dataset
     from gradstream.run.failures import keep_evaluation
     from gradstream.run.result import FINAL_MODEL, reopen
@@ -108,15 +107,12 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
     evaluation = opened.evaluate()
     if data is None and file == run / FINAL_MODEL:
         keep_evaluation(opened, evaluation)
-    if as_json:
-        record = {"parameters": str(file), "evaluation": dataclasses.asdict(evaluation)}
-        click.echo(json.dumps(record))
-    else:
-        print_rows([*evaluation_rows(evaluation), ("parameters", str(file))])
+    record = {"parameters": str(file), "evaluation": dataclasses.asdict(evaluation)}
+    print_result(as_json, record, [*evaluation_rows(evaluation), ("parameters", str(file))])
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False), metavar="RUN")
+@run_argument
 @click.option("--until-update", type=click.IntRange(min=1), metavar="N", help="Stop at the N-th update.")
 @click.option(
     "--worker", type=click.IntRange(min=0), metavar="RANK", help="Stop at the update of this worker's --step."
@@ -193,26 +189,21 @@ def sharpness(
       gradstream sharpness runs/20261120-120000-mine --subspace 100 --json
     """
     import dataclasses
-    import json
 
-    from gradstream.cli.report import print_rows
-    from gradstream.ext.analysis.ranks import full_loss, parameters_of
+    from gradstream.cli.report import print_result
+    from gradstream.ext.analysis.full_loss import full_loss, parameters_of
     from gradstream.ext.analysis.sharpness import sharpness as measure
 
     with full_loss(run, checkpoint=checkpoint, workers=workers) as loss:
         if loss is None:  # another rank of torchrun
             return
         x = parameters_of(run, loss.model, checkpoint)
-        found = [
+        measured = [
             measure(loss, x, epsilon=one, subspace=subspace, seed=seed) for one in epsilon or (1e-3, 5e-4)
         ]
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(one) for one in found]))
-    else:
-        rows = [(f"sharpness, epsilon {one.epsilon:g}", f"{one.value:.4g} %") for one in found]
-        print_rows(
-            [*rows, ("loss", f"{found[0].loss:.4g}"), ("passes", str(sum(one.passes for one in found)))]
-        )
+    rows = [(f"sharpness, epsilon {one.epsilon:g}", f"{one.value:.4g} %") for one in measured]
+    rows += [("loss", f"{measured[0].loss:.4g}"), ("passes", str(sum(one.passes for one in measured)))]
+    print_result(as_json, list(map(dataclasses.asdict, measured)), rows)
 
 
 PLOTS = (".png", ".svg", ".pdf")
@@ -240,11 +231,9 @@ def surface(runs: tuple[Path, ...], points: int | None, workers: int, output: Pa
       gradstream surface runs/small-batch runs/large-batch --workers 4
       gradstream surface runs/a runs/b runs/c --output plane.svg
     """
-    import json
-
-    from gradstream.cli.report import print_rows
+    from gradstream.cli.report import print_result
     from gradstream.errors import ConfigError
-    from gradstream.ext.analysis.ranks import full_loss, parameters_of
+    from gradstream.ext.analysis.full_loss import full_loss, parameters_of
     from gradstream.ext.analysis.surface import surface as measure
 
     if output.suffix.lower() not in PLOTS:
@@ -254,17 +243,12 @@ def surface(runs: tuple[Path, ...], points: int | None, workers: int, output: Pa
     with full_loss(runs[0], workers=workers) as loss:
         if loss is None:  # another rank of torchrun
             return
-        found = measure(loss, [parameters_of(run, loss.model) for run in runs], points=points)
-    found.draw(output, [run.name for run in runs])
-    if as_json:
-        axes = [axis.tolist() for axis in found.axes]
-        record = {"points": found.points.tolist(), "axes": axes, "losses": found.losses.tolist()}
-        click.echo(json.dumps(record))
-    else:
-        print_rows(
-            [
-                ("least loss", f"{found.losses.min():.4g}"),
-                ("largest loss", f"{found.losses.max():.4g}"),
-                ("plot", str(output)),
-            ]
-        )
+        drawn = measure(loss, [parameters_of(run, loss.model) for run in runs], points=points)
+    drawn.draw(output, [run.name for run in runs])
+    axes, losses = [axis.tolist() for axis in drawn.axes], drawn.losses
+    rows = [
+        ("least loss", f"{losses.min():.4g}"),
+        ("largest loss", f"{losses.max():.4g}"),
+        ("plot", str(output)),
+    ]
+    print_result(as_json, {"points": drawn.points.tolist(), "axes": axes, "losses": losses.tolist()}, rows)

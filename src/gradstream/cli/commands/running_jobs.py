@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from gradstream.cli.options import json_option
+from gradstream.cli.options import json_option, run_argument
 
 NAME_BYTES = 128
 
@@ -64,7 +64,7 @@ def runs(folder: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @json_option
 def attach(run: Path, as_json: bool) -> None:
     """Shows the progress of a run until it ends, then its figures.
@@ -100,7 +100,7 @@ def attach(run: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.option("--adopt", is_flag=True, help="Believe a run folder that was made on another machine.")
 def status(run: Path, adopt: bool) -> None:
     """Says how a run is on each machine on which `gradstream launch --hosts` has started it.
@@ -126,7 +126,7 @@ def status(run: Path, adopt: bool) -> None:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.argument("host", required=False)
 def logs(run: Path, host: str | None) -> None:
     """Prints what the machines of `gradstream launch --hosts` have said so far.
@@ -144,7 +144,7 @@ def logs(run: Path, host: str | None) -> None:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.option("--now", is_flag=True, help="End it at once, without another checkpoint.")
 @click.option(
     "--wait-s", type=float, default=120.0, metavar="SECONDS", help="Longest wait for its end (120)."
@@ -173,7 +173,7 @@ def stop(run: Path, now: bool, wait_s: float) -> None:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@run_argument
 @click.option("--servers", type=int, required=True, help="New number of shards of the parameter server.")
 @click.option("--wait-s", type=float, default=300.0, metavar="SECONDS", help="Longest wait (300).")
 def reshard(run: Path, servers: int, wait_s: float) -> None:

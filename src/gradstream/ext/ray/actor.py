@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from gradstream._version import __version__
 from gradstream.job.sources import sha256_of
+from gradstream.run.local.forkserver import die_with_parent
 from gradstream.run.local.link import python_environment
 
 OWN_FOLDER = "{own}"
@@ -118,7 +120,7 @@ class RayNode:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m"),
-                    "gradstream.ext.ray.process",
+                    "gradstream.ext.ray.actor",
                     str(os.getpid()),
                     *(own if word == OWN_FOLDER else word for word in words),
                 ],
@@ -160,3 +162,21 @@ class RayNode:
     def clean(self) -> None:
         """Removes what this actor has made."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+# ---- process -----------------------------------------------------------------------------
+# The command line of gradstream as a process of an actor: `python -m gradstream.ext.ray.actor PARENT WORDS…`.
+
+
+def main() -> None:
+    """Runs the command line that follows the process id of the actor.
+
+    The kernel kills the process if the actor is gone, since Ray kills an actor without asking its processes.
+    """
+    die_with_parent(int(sys.argv.pop(1)))
+    sys.argv[0] = "gradstream"
+    runpy.run_module("gradstream", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
