@@ -209,7 +209,7 @@ def _say_what_differs(path: Path, plan: RunPlan, *, given: bool) -> None:
     """Says what the run does not take over, and where a job that was given asks for something else than before."""
     if anew := begins_anew(plan):
         say(anew)
-    if given and (changed := changes(described(path), NodeSpec.of(plan, run_dir=path, earlier=()))):
+    if given and (changed := changes(described(path), NodeSpec.of(plan, path))):
         say(f"from here on: {changed}")
 
 

@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
@@ -27,7 +27,6 @@ from gradstream.job.validation import check_script
 from gradstream.report.progress_line import shown
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
-from gradstream.run.local import LocalCluster
 from gradstream.run.nodes import check_model
 from gradstream.run.planning import plan_run
 from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
@@ -227,44 +226,26 @@ def words_of(options: Mapping[str, Any], prefix: str = "") -> list[str]:
     return words
 
 
-def launch(
-    plan: RunPlan,
-    run_dir: Path,
-    *,
-    on_event: OnEvent | None = None,
-    as_threads: bool = False,
-    listening: Listening | None = None,
-    cluster: LocalCluster | None = None,
-    stop: Callable[[], bool] | None = None,
-    detach: bool = False,
-) -> Run:
+def launch(plan: RunPlan, run_dir: Path, *, detach: bool = False, **options: Any) -> Run:
     """Runs the nodes of a new or a resumed run, and returns the finished run; see `train`.
 
     Args:
         plan: plan of the run, as `plan_run` makes it.
         run_dir: an existing directory.
-        on_event, as_threads, listening: see `LaunchOptions`.
-        cluster: starts the processes; the caller closes it. None makes one for this run.
-        stop: polled; once it returns True, the run stops with a checkpoint, as by Ctrl-C. A run with `stop` is
-            a trial, and does not count among the runs that the job's script has made.
         detach: whether another process runs them; the run is returned as it is now.
+        options: fields of `LaunchOptions`. A run with `stop` is a trial, and does not count among the runs that the
+            job's script has made.
     """
     earlier = tuple(_made.get(plan.job.spec or "", ()))
-    options = LaunchOptions(
-        on_event=on_event,
-        as_threads=as_threads,
-        listening=listening,
-        cluster=cluster,
-        stop=stop,
-        earlier=earlier,
-    )
+    launching = LaunchOptions(earlier=earlier, **options)
     if detach:
-        Preparation(plan, run_dir, options).write_files()
+        Preparation(plan, run_dir, launching).write_files()
         start_launcher(run_dir, begin=True, cwd=plan.job.cwd)
         run = Run.load(run_dir)
     else:
-        run = run_nodes(plan, run_dir, options)
-    if plan.job.spec is not None and run_dir not in earlier and stop is None and not is_script(plan.job):
+        run = run_nodes(plan, run_dir, launching)
+    counts = run_dir not in earlier and not launching.is_trial and not is_script(plan.job)
+    if plan.job.spec is not None and counts:
         _made.setdefault(plan.job.spec, []).append(run_dir)
     return run
 
@@ -292,10 +273,7 @@ def host(
     run_dir = make_run_dir(job)
     callbacks = callbacks_of(job, run_dir)
     options = LaunchOptions(
-        on_event=callbacks.beside(None),
-        as_threads=not processes,
-        listening=listening,
-        on_address=on_address,
+        on_event=callbacks.beside(None), as_threads=not processes, listening=listening, on_address=on_address
     )
     try:
         Launcher(plan, run_dir, options).run()

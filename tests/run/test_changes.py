@@ -19,7 +19,7 @@ def spec_of(**options: Any) -> NodeSpec:
     model, data = slow(40)
     defaults: dict[str, Any] = {"strategy": "downpour", "batch_size": 8, "epochs": 2, "spec": "job.py"}
     job = gs.Job(model, data, **(defaults | options))
-    spec = NodeSpec.of(plan_run(job, "0"), run_dir=Path("here"), earlier=())
+    spec = NodeSpec.of(plan_run(job, "0"), Path("here"))
     return NodeSpec(**json.loads(json.dumps(dataclasses.asdict(spec))))
 
 

@@ -173,7 +173,7 @@ def collected(tmp_path: Path) -> Path:
     (run / "hosts.json").unlink()
     job = load_job(str(folder / "j.py"))
     there = dataclasses.replace(job, spec="/there/j.py")
-    spec = NodeSpec.of(plan_run(there, "0123abcd"), run_dir=Path("/there/runs/run"), earlier=())
+    spec = NodeSpec.of(plan_run(there, "0123abcd"), Path("/there/runs/run"))
     write(run, dataclasses.asdict(spec))
     (run / "hosts").mkdir()
     for name in files:

@@ -156,15 +156,10 @@ def build() -> nn.Module:
     )
 
 
-def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy."""
-    return nn.functional.cross_entropy(outputs, targets)
-
-
 def job() -> gs.Job:
     """Downpour SGD with Adagrad at the server: 2 workers, 1 parameter server."""
     return gs.Job(
-        model=gs.from_torch(build, loss),
+        model=gs.from_torch(build, nn.functional.cross_entropy),
         data=gs.data.fashion_mnist(),
         strategy="downpour",
         workers=2,

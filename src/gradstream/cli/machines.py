@@ -24,9 +24,7 @@ LISTEN = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "inse
 
 listen_options = stacked(
     click.option(
-        "--listen",
-        metavar="ADDR[:PORT]",
-        help="Train on several machines, which reach this one at ADDR.",
+        "--listen", metavar="ADDR[:PORT]", help="Train on several machines, which reach this one at ADDR."
     ),
     click.option(
         "--wait",

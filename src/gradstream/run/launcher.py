@@ -136,11 +136,7 @@ class Launcher:
 
         spec = dataclasses.asdict(self._preparation.spec(()))
         with MachineRendezvous(
-            self._options.listening,
-            self._plan,
-            spec,
-            self._cluster.post,
-            self._events,
+            self._options.listening, self._plan, spec, self._cluster.post, self._events
         ) as machines:
             self._machines = machines
             machines.wait(self._handle_and_read)
@@ -294,7 +290,7 @@ class Launcher:
 
     def _rescue(self, name: str) -> None:
         """Has a shard that was lost with its machine, or stands still there, started on this machine."""
-        if self._machines is not None and self._machines.rescue(name):
+        if self._machines is not None and self._machines.members.rescue(name):
             self._comebacks.start_soon(name, time.monotonic())
 
     def _note_lost(self, name: str) -> None:

@@ -151,9 +151,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--without", default="", help="of the coordinator: nodes with which training does not wait to begin"
     )
     parser.add_argument(
-        "--clock",
-        type=int,
-        help="of a node that takes another's place: zero of the run's clock, in ns",
+        "--clock", type=int, help="of a node that takes another's place: zero of the run's clock, in ns"
     )
     parser.add_argument("--report-fd", type=int, help="file descriptor for messages to the launcher")
     return parser.parse_args(argv)

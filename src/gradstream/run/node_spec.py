@@ -73,28 +73,13 @@ class NodeSpec:
     seal: str = ""
 
     @classmethod
-    def of(
-        cls,
-        plan: RunPlan,
-        *,
-        run_dir: Path,
-        earlier: tuple[Path, ...],
-        trial: bool = False,
-        per_machine: int = 1,
-        meeting: str = "",
-        hash_seed: str = "0",
-    ) -> NodeSpec:
-        """The description of a plan. A job that is not in a file can be run, but not be read again.
-
-        Args:
-            plan: plan of the run.
-            run_dir, earlier, trial, per_machine, meeting, hash_seed: see the class.
-        """
+    def of(cls, plan: RunPlan, run_dir: Path) -> NodeSpec:
+        """The description of a plan. A job that is not in a file can be run, but not be read again."""
         job = plan.whole or plan.job
         return cls(
             id=plan.id,
             job=job.data.job if is_script(job) else job.spec or "",  # type: ignore[attr-defined]
-            earlier=tuple(map(str, earlier)),
+            earlier=(),
             run_dir=str(run_dir),
             plain=overrides(job),
             strategy=describe(find_strategy(job.strategy, job.strategy_options)),
@@ -102,10 +87,6 @@ class NodeSpec:
             resume=None if plan.resume is None else plan.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
             data=checks_of(job.data),
-            trial=trial,
-            per_machine=per_machine,
-            meeting=meeting,
-            hash_seed=hash_seed,
             imports=users_folder(),
         )
 

@@ -86,11 +86,7 @@ def _after(job: Job, run_id: str, at: JobPhase, resume: Resume) -> JobPhase | No
     over = at.over or (phase.steps is not None and resume.rounds >= at.rounds + phase.steps)
     if over or _plan_phase(job, run_id, at, resume).ledger().finished:
         return JobPhase(
-            at.number + 1,
-            epochs=resume.done.epochs,
-            rounds=resume.rounds,
-            stretch=stretch,
-            chosen=at.chosen,
+            at.number + 1, epochs=resume.done.epochs, rounds=resume.rounds, stretch=stretch, chosen=at.chosen
         )
     return None
 
@@ -119,11 +115,7 @@ def _first_step(plan: RunPlan) -> int:
 
 
 def _plan_job(
-    job: Job,
-    run_id: str,
-    resume: Resume | None,
-    keeps: bool,
-    of: tuple[Job, JobPhase] | None = None,
+    job: Job, run_id: str, resume: Resume | None, keeps: bool, of: tuple[Job, JobPhase] | None = None
 ) -> RunPlan:
     """The plan of a job without phases, or of one of them."""
     check(job)

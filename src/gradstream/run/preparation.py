@@ -60,8 +60,8 @@ class LaunchOptions:
         as_threads: whether nodes are threads of this process.
         listening: how other machines join; None if there are none.
         on_address: see `_train.host`; None if the launcher starts the workers.
-        cluster: where to start processes; None makes one for this run.
-        stop: see `_train.launch`; None for a run that is kept.
+        cluster: where to start processes, which the caller closes; None makes one for this run.
+        stop: polled; once it returns True, the run stops with a checkpoint, as by Ctrl-C. None for a run that is kept.
         earlier: run directories of the runs that the job's script made before this one.
         detached: see `Detached`; None if the nodes end with this process.
     """
@@ -195,10 +195,8 @@ class Preparation:
 
     @functools.cached_property
     def _spec(self) -> NodeSpec:
-        return NodeSpec.of(
-            self._plan,
-            run_dir=self._run_dir,
-            earlier=(),
+        return dataclasses.replace(
+            NodeSpec.of(self._plan, self._run_dir),
             trial=self._options.is_trial,
             per_machine=self._per_machine,
             hash_seed=self._hash_seed,

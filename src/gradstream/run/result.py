@@ -321,11 +321,7 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
     if job.device != "cpu":  # it may have been trained on another machine
         job = dataclasses.replace(job, device="auto")
     return dataclasses.replace(
-        run,
-        parameters=parameters,
-        model=build_model(job),
-        data=data or job.data,
-        metrics=metrics_of(job),
+        run, parameters=parameters, model=build_model(job), data=data or job.data, metrics=metrics_of(job)
     ), file
 
 

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 
-from gradstream.errors import (
-    ClosedError,
-    DeadlineError,
-    GradstreamError,
-    LentMemoryError,
-)
+from gradstream.errors import ClosedError, DeadlineError, GradstreamError, LentMemoryError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Received, Stream

@@ -6,11 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from gradstream.errors import (
-    ConfigError,
-    DeadlineError,
-    RefusedError,
-)
+from gradstream.errors import ConfigError, DeadlineError, RefusedError
 from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
@@ -159,12 +155,5 @@ async def handler_errors(pair: Pair) -> None:
     await pair.near.call("far", "reply", v1.Tensor(), v1.Tensor)
 
 
-CHECKS: tuple[Check, ...] = (
-    identity,
-    bad_chunks,
-    bad_answers,
-    wrong_tensor,
-    absent,
-    handler_errors,
-)
+CHECKS: tuple[Check, ...] = (identity, bad_chunks, bad_answers, wrong_tensor, absent, handler_errors)
 """In the order in which they are run."""

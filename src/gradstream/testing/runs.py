@@ -32,11 +32,7 @@ from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Report
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.testing.tokens import (
-    Silent,
-    Tokens,
-    numbered,
-)
+from gradstream.testing.tokens import Silent, Tokens, numbered
 
 QUICK = Deadlines(join_s=5.0, silence_s=0.2, lease_s=2.0, retry_s=30.0)
 """Short deadlines, for a simulated network that loses frames."""
@@ -165,13 +161,7 @@ class Sized(Silent):
         super().__init__(Layout.of(tensors, torch.float32))
 
     def gradient(
-        self,
-        parameters: torch.Tensor,
-        batch: Batch,
-        gradient: torch.Tensor,
-        *,
-        seed: int,
-        report: Report,
+        self, parameters: torch.Tensor, batch: Batch, gradient: torch.Tensor, *, seed: int, report: Report
     ) -> float:
         """See `Model.gradient`."""
         gradient.zero_()

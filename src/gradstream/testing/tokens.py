@@ -75,13 +75,7 @@ class Tokens(Silent):
         self._tokens = tokens
 
     def gradient(
-        self,
-        parameters: torch.Tensor,
-        batch: Batch,
-        gradient: torch.Tensor,
-        *,
-        seed: int,
-        report: Report,
+        self, parameters: torch.Tensor, batch: Batch, gradient: torch.Tensor, *, seed: int, report: Report
     ) -> float:
         """See `Model.gradient`."""
         gradient.zero_()

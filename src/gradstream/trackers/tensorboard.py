@@ -278,28 +278,19 @@ class TensorBoard:
         self._file = EventFile(folder, began_unix_s, str(info.get("name") or "run"))
 
     def on_step(self, event: EventDict) -> None:
-        """Adds to the means of loss and rate."""
-        self._add(event)
+        """Writes the points that an event completes, and adds to the means of others."""
+        points = self._scalars.update(event)
+        if points and self._file is not None:
+            self._file.add(points)
+            self._file.flush()
 
-    def on_evaluate(self, event: EventDict) -> None:
-        """Writes a point for each figure on held-out samples."""
-        self._add(event)
-
-    def on_log(self, event: EventDict) -> None:
-        """Adds to the means of logged figures."""
-        self._add(event)
+    on_evaluate = on_log = on_step
 
     def on_end(self, run: Run) -> None:
         """Writes the remaining points and the figures of the machines, and closes the file."""
         for event in run.events:
             if event["event"] in ("cpu", "memory", "exchange", "finished", "failed"):
-                self._add(event)
+                self.on_step(event)
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _add(self, event: EventDict) -> None:
-        points = self._scalars.update(event)
-        if points and self._file is not None:
-            self._file.add(points)
-            self._file.flush()

@@ -190,11 +190,7 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
     default=None,
     help="Go on with the files of the job, and the data, as they are now.",
 )
-@click.option(
-    "--from-start",
-    is_flag=True,
-    help="Begin again where all checkpoints are damaged.",
-)
+@click.option("--from-start", is_flag=True, help="Begin again where all checkpoints are damaged.")
 @listen_options
 @detach_option
 @json_option

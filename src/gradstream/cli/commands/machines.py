@@ -261,11 +261,7 @@ MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
     help="Folder for runs; the current one by default.",
 )
 def doctor(
-    address: str | None,
-    token: str | None,
-    token_file: Path | None,
-    fingerprint: str | None,
-    folder: Path,
+    address: str | None, token: str | None, token_file: Path | None, fingerprint: str | None, folder: Path
 ) -> None:
     """Checks whether this machine can train, alone or with the launcher at ADDR:PORT.
 

@@ -3,10 +3,4 @@
 from gradstream.run.local.cluster import NODE, SCRIPT, Cluster, LocalCluster
 from gradstream.run.local.threads import ThreadCluster
 
-__all__ = [
-    "NODE",
-    "SCRIPT",
-    "Cluster",
-    "LocalCluster",
-    "ThreadCluster",
-]
+__all__ = ["NODE", "SCRIPT", "Cluster", "LocalCluster", "ThreadCluster"]

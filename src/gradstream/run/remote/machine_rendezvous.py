@@ -162,10 +162,6 @@ class MachineRendezvous:
         lost = {"error": "PeerLostError", "message": text, "traceback": ""}
         return {str(node): lost for node in message["nodes"] if not self.is_here(node)}
 
-    def rescue(self, name: str) -> bool:
-        """See `MachineMembers.rescue`."""
-        return self.members.rescue(name)
-
     def start_again(self, name: str) -> bool:
         """Has the machine of a lost worker start it again, under a new certificate. False if the machine is gone."""
         there = self.members.is_there(name)
