@@ -16,7 +16,6 @@ from gradstream.machine.doctor import DoctorResult, look_here
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import CertificateAuthority, Invitation
 from gradstream.run.remote.doctor import (
-    Visit,
     clock_finding,
     look_there,
     version_findings,
@@ -38,8 +37,8 @@ def launcher(authority: CertificateAuthority | None) -> Iterator[Address]:
         yield made.address
 
 
-def visit(address: Address, **options: str | bool) -> dict[str, DoctorResult]:
-    found = look_there(Visit(address=address, num_bytes=MEASURED_BYTES, **options))  # type: ignore[arg-type]
+def visit(address: Address, **options: str) -> dict[str, DoctorResult]:
+    found = look_there(address, **options, num_bytes=MEASURED_BYTES)
     return {finding.what: finding for finding in found}
 
 

@@ -124,9 +124,7 @@ class LaunchFile:
             "nodes": str(self.nodes),
             "pods": str(self.least or self.nodes),
             "elastic": _ELASTIC.format(name=self.name, nodes=self.nodes) if self.least else "",
-            "least": f'            - name: GRADSTREAM_LEAST\n              value: "{self.least}"\n'
-            if self.least
-            else "",
+            "least": _LEAST.format(least=self.least) if self.least else "",
             "cpus": str(self.cpus),
             "memory": str(self.memory),
             "storage": str(self.storage),
@@ -137,20 +135,15 @@ class LaunchFile:
             "arguments": "".join(f" {shlex.quote(word)}" for word in arguments),
             "option_list": ", ".join(options),
             "argument_list": "".join(f", {json.dumps(word)}" for word in arguments),
-            "stage_sh": f"{fetch}  # into GRADSTREAM_DATA, or ~/.cache/gradstream; once a machine\n"
-            if fetch
-            else "",
-            "stage_srun": f"srun --ntasks-per-node=1 {fetch}  # once a node\n" if fetch else "",
+            "stage_sh": fetch
+            and f"{fetch}  # into GRADSTREAM_DATA, or ~/.cache/gradstream; once a machine\n",
+            "stage_srun": fetch and f"srun --ntasks-per-node=1 {fetch}  # once a node\n",
             "stage_init": _INIT.format(image=json.dumps(self.image), data=self.data) if fetch else "",
-            "fetch": f"{fetch}\n  " if fetch and engine == "skypilot" else f"{fetch}\n" if fetch else "",
+            "fetch": fetch and f"{fetch}\n{'  ' * (engine == 'skypilot')}",
             "disk": str(max(self.storage, MIN_DISK_GIB)),
             "machine": f"{'n1' if self.gpus else 'n2'}-custom-{max(2, self.cpus + self.cpus % 2)}-{1024 * self.memory}",
-            "gpus_sky": f"  accelerators: {{L4: {self.gpus}, A10G: {self.gpus}, T4: {self.gpus}}}  # any of them\n"
-            if self.gpus
-            else "",
-            "gpus_gce": f"--accelerator=type=nvidia-tesla-t4,count={self.gpus} --maintenance-policy=TERMINATE "
-            if self.gpus
-            else "",
+            "gpus_sky": _GPUS_SKY.format(gpus=self.gpus) if self.gpus else "",
+            "gpus_gce": _GPUS_GCE.format(gpus=self.gpus) if self.gpus else "",
             "spot_sky": "  use_spot: true\n" if self.spot else "",
             "spot_gce": "--provisioning-model=SPOT --instance-termination-action=STOP " if self.spot else "",
             "spot_word": " that can be taken away" if self.spot else "",
@@ -179,6 +172,13 @@ class LaunchFile:
             )
         return text
 
+
+_LEAST = """\
+            - name: GRADSTREAM_LEAST
+              value: "{least}"
+"""
+_GPUS_SKY = "  accelerators: {{L4: {gpus}, A10G: {gpus}, T4: {gpus}}}  # any of them\n"
+_GPUS_GCE = "--accelerator=type=nvidia-tesla-t4,count={gpus} --maintenance-policy=TERMINATE "
 
 _SERVICE = """\
   node-{number}:

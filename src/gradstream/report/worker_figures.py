@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from gradstream.telemetry.events import GROUP, EventDict
 
@@ -152,17 +152,8 @@ def workers_of(
     return tuple(found)
 
 
-class _Machine(TypedDict):
-    """The fields of `WorkerFigures` that come from "cpu" events."""
-
-    cpu_s: float | None
-    queued_s: float | None
-    load: float | None
-    cores: int | None
-
-
-def _machine(events: Sequence[EventDict]) -> _Machine:
-    """The arithmetic and the machine of a worker, from its "cpu" events.
+def _machine(events: Sequence[EventDict]) -> dict[str, Any]:
+    """The fields of `WorkerFigures` on the arithmetic and the machine of a worker, from its "cpu" events.
 
     A user's training loop computes on its own thread, which is not measured. Its gradients then had at most the CPU
     seconds of the process, less those of other work.
@@ -173,12 +164,12 @@ def _machine(events: Sequence[EventDict]) -> _Machine:
         other_s = total_of(math.fsum(event["compute_s"].values()) for event in events)
         cpu_s, queued_s = total_of(map(cpu_s_of, events)) - other_s, []
     load = [event["load"] for event in events if event.get("load") is not None]
-    return _Machine(
-        cpu_s=cpu_s if events else None,
-        queued_s=total_of(queued_s) if queued_s else None,
-        load=mean_of(load),
-        cores=events[-1].get("cores") if events else None,
-    )
+    return {
+        "cpu_s": cpu_s if events else None,
+        "queued_s": total_of(queued_s) if queued_s else None,
+        "load": mean_of(load),
+        "cores": events[-1].get("cores") if events else None,
+    }
 
 
 # ---- pauses ------------------------------------------------------------------------------

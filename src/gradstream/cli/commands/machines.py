@@ -281,14 +281,12 @@ def doctor(
     findings: Iterable[DoctorResult] = look_here(folder.resolve())
     if address is not None:
         from gradstream.run.remote.address import Address
-        from gradstream.run.remote.doctor import Visit, look_there
+        from gradstream.run.remote.doctor import look_there
 
         where = Address.parse(address, "ADDR:PORT")
         if not where.port:
             raise ConfigError(f"{address}: the port is missing; the launcher has printed host:port")
-        known = token_of(token, token_file)
-        visit = Visit(address=where, token=known, fingerprint=fingerprint)
-        findings = chain(findings, look_there(visit))
+        findings = chain(findings, look_there(where, token_of(token, token_file), fingerprint))
     failed = False
     for finding in findings:
         failed |= finding.state == "failed"

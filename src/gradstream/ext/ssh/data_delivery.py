@@ -150,21 +150,6 @@ SAID_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class DataServer:
-    """A machine that serves the data.
-
-    Args:
-        address: its address, as the others know it.
-        port: its port.
-        certificate: its certificate, PEM.
-    """
-
-    address: str
-    port: int
-    certificate: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class DataDelivery:
     """Brings the data.
 
@@ -234,15 +219,15 @@ class DataDelivery:
         first = self.fleet.machines[0]
         with contextlib.ExitStack() as stack:
             try:
-                source = stack.enter_context(self._served(first, port))
+                served_port, certificate = stack.enter_context(self._served(first, port))
             except HostError as error:
                 self.say(f"{error}; the data comes from here to each machine")
                 self.fleet.at_once(instead, others)
                 return
 
             def get(host: SshHost) -> None:
-                fetch = self._command("fetch", source.address, str(source.port))
-                done = host.ask(self.fleet.inside(host, fetch), source.certificate, LONGEST_S)
+                fetch = self._command("fetch", first.address, str(served_port))
+                done = host.ask(self.fleet.inside(host, fetch), certificate, LONGEST_S)
                 if done.returncode == NO_ROOM:
                     raise HostError(f"{host.name}: {last_line(done.stderr)}")
                 if done.returncode:
@@ -253,8 +238,11 @@ class DataDelivery:
             self.fleet.at_once(get, others)
 
     @contextlib.contextmanager
-    def _served(self, first: SshHost, port: int) -> Iterator[DataServer]:
-        """The first machine serves the data inside the context: as long as the standard input of its server is open."""
+    def _served(self, first: SshHost, port: int) -> Iterator[tuple[int, bytes]]:
+        """The first machine serves the data inside the context, at this port and with this certificate, PEM.
+
+        It does as long as the standard input of its server is open.
+        """
         words = first.words(self.fleet.inside(first, self._command("serve", str(port))))
         pipe = subprocess.PIPE
         with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as server:
@@ -270,7 +258,7 @@ class DataDelivery:
                 why = last_line(server.stderr.read(SAID_BYTES)) or f"not ready in {SERVE_S:g} s"
                 raise HostError(f"{first.name}: cannot serve the data: {why}")
             try:
-                yield DataServer(first.address, int(ready[1]), certificate)
+                yield int(ready[1]), certificate
             finally:
                 assert server.stdin is not None
                 server.stdin.close()  # ends it

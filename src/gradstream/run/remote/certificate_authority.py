@@ -32,6 +32,12 @@ LIFE = datetime.timedelta(days=30)
 SKEW = datetime.timedelta(hours=1)  # clocks of machines differ
 
 
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
 class Key:
     """A key pair that a machine makes for its own nodes. The private half does not leave it."""
 
@@ -41,9 +47,7 @@ class Key:
     @property
     def pem(self) -> bytes:
         """The private key."""
-        return self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        return _pem(self._key)
 
     def request(self) -> bytes:
         """A certificate signing request: proof of having the key. The names are the authority's to give."""
@@ -56,10 +60,7 @@ def self_signed(name: str) -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     who = common_name(name)
     made = certificate_builder(who, who, key.public_key(), [name], is_authority=True)
-    pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), pem
+    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), _pem(key)
 
 
 def common_name(common: str) -> x509.Name:
@@ -143,10 +144,8 @@ class CertificateAuthority:
     @property
     def join_service_tls(self) -> Tls:
         """The join service's side of TLS. Callers need no certificate: they come to get one."""
-        key = self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return Tls(authority=self.certificate, certificate=self.certificate, key=key, mutual=False)
+        own = self.certificate
+        return Tls(authority=own, certificate=own, key=_pem(self._key), mutual=False)
 
     def issue(self, name: str) -> Tls:
         """A key and a certificate for a node of the launcher's own machine."""

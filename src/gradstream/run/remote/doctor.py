@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from gradstream._version import __version__
 from gradstream.errors import GradstreamError
@@ -30,9 +29,13 @@ NUM_PINGS = 20
 MEASURE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
-    """How to check the path to a launcher.
+def look_there(
+    address: Address,
+    token: str | None = None,
+    fingerprint: str | None = None,
+    num_bytes: int = MEASURE_BYTES,
+) -> Iterator[DoctorResult]:
+    """Checks the path to a launcher in steps; a step that fails is the last one, and has a remedy.
 
     Args:
         address: address of the launcher.
@@ -40,16 +43,7 @@ class Visit:
         fingerprint: expected fingerprint of the launcher's certificate; None skips the comparison.
         num_bytes: bytes to send each way.
     """
-
-    address: Address
-    token: str | None = None
-    fingerprint: str | None = None
-    num_bytes: int = MEASURE_BYTES
-
-
-def look_there(visit: Visit) -> Iterator[DoctorResult]:
-    """Checks the path to a launcher in steps; a step that fails is the last one, and has a remedy."""
-    address, shown = visit.address, []
+    shown: list[bytes | None] = []
 
     def tls() -> str:
         begun = time.monotonic()
@@ -58,9 +52,9 @@ def look_there(visit: Visit) -> Iterator[DoctorResult]:
         if certificate is None:
             return "none: plain text, as of a launcher that was started with --insecure"
         took = _ms(time.monotonic() - begun)
-        if visit.fingerprint is None:
+        if fingerprint is None:
             return f"{took}; whose certificate it is was not checked: no --fingerprint"
-        check_fingerprint(address, certificate, visit.fingerprint)
+        check_fingerprint(address, certificate, fingerprint)
         return f"{took}; the fingerprint is right"
 
     steps: list[tuple[str, Callable[[], str]]] = [
@@ -76,24 +70,26 @@ def look_there(visit: Visit) -> Iterator[DoctorResult]:
             return
         odd = text.startswith("none") or "not checked" in text
         yield DoctorResult(what, text, "warning" if odd else "ok")
-    if visit.token is None:
+    if token is None:
         text = "not checked: a launcher answers only machines that know its token; give --token"
         yield DoctorResult("gRPC", text, "warning")
         return
-    yield from asyncio.run(_talk(visit, shown[0]))
+    yield from asyncio.run(_talk(address, token, shown[0], num_bytes))
 
 
-async def _talk(visit: Visit, certificate: bytes | None) -> list[DoctorResult]:
+async def _talk(
+    address: Address, token: str, certificate: bytes | None, num_bytes: int
+) -> list[DoctorResult]:
     runtime = RealRuntime("doctor")
     security = Tls(authority=certificate, mutual=False) if certificate else None
     identity = Identity(JOB, "machine-doctor", int.from_bytes(os.urandom(8), "little"))
-    identity.secret = new_token(visit.token).encode()
+    identity.secret = new_token(token).encode()
     endpoint = GrpcEndpoint(identity, runtime, security=security)
-    endpoint.know(LAUNCHER, str(visit.address))
+    endpoint.know(LAUNCHER, str(address))
     findings: list[DoctorResult] = []
     try:
         findings += await _greet(runtime, endpoint)
-        speed = await measure(runtime, endpoint, LAUNCHER, num_bytes=visit.num_bytes)
+        speed = await measure(runtime, endpoint, LAUNCHER, num_bytes=num_bytes)
         findings += _speed_findings(speed)
     except GradstreamError as error:
         findings.append(DoctorResult("speed" if findings else "gRPC", str(error), "failed"))

@@ -58,14 +58,6 @@ _OF_SAMPLES = _Fact(
 _OF_MODULE = _Fact(v1.BAD_JOB_FILE, "copy its file from one machine to the other")
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Why a machine cannot take part."""
-
-    code: v1.Code
-    message: str
-
-
 def facts_of(job: Job) -> dict[str, str]:
     """This machine's facts about a job; one with a spec has a job file.
 
@@ -93,8 +85,8 @@ def facts_of(job: Job) -> dict[str, str]:
     return facts | {f"{DATA}{name}": found for name, found in checks_of(job.data).items()}
 
 
-def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> Difference | None:
-    """The first fact in which a machine differs from the launcher; None if all are equal."""
+def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> v1.Refuse | None:
+    """The refusal of a machine, by the first fact in which it differs from the launcher; None if all are equal."""
     modules = {name: _OF_MODULE for name in launcher if name.startswith(MODULE) and name in machine}
     for name, fact in {**modules, **FACTS}.items():
         mine, theirs = machine.get(name, "none"), launcher.get(name, "none")
@@ -113,9 +105,9 @@ def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str
     return None
 
 
-def _differs(name: str, mine: str, theirs: str, who: str, fact: _Fact) -> Difference:
+def _differs(name: str, mine: str, theirs: str, who: str, fact: _Fact) -> v1.Refuse:
     text = f"{name} differs: {who} has {mine}, the launcher has {theirs}. {fact.remedy.capitalize()}"
-    return Difference(fact.code, text)
+    return v1.Refuse(code=fact.code, message=text)
 
 
 def file_hash(path: Path) -> str:

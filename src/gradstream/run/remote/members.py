@@ -134,7 +134,7 @@ class MachineMembers:
             return v1.Refuse(code=v1.BAD_REQUEST, message=str(error))
         differs = difference(self._facts, dict(request.facts), request.machine)
         if differs is not None:
-            return v1.Refuse(code=differs.code, message=differs.message)
+            return differs
         asked, address = escaped(request.machine, NAME_BYTES), escaped(request.address, NAME_BYTES)
         free = self._may_take(request.machine, self._free(asked))
         if not free:
