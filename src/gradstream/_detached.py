@@ -31,7 +31,7 @@ from gradstream.errors import (
 from gradstream.run.launcher_lock import FILE, LauncherRecord, launcher_lock
 from gradstream.run.local.environment import StopSignals
 from gradstream.run.local.forkserver import log_stream
-from gradstream.run.local.link import DOOR, ForkserverLink, python_environment, there
+from gradstream.run.local.link import CONTROL, ForkserverLink, python_environment, there
 from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import escaped
 
@@ -180,7 +180,7 @@ def _nodes(run_dir: Path, begin: bool) -> tuple[RunPlan, LocalCluster | None, Cr
     from gradstream.run.result import spec_of_run
     from gradstream.transport.proof import Credentials, new_secret
 
-    spec, logs, door = spec_of_run(run_dir), run_dir / "logs", run_dir / DOOR
+    spec, logs, control = spec_of_run(run_dir), run_dir / "logs", run_dir / CONTROL
     cwd = spec.plain.get("cwd")
     with suppress(OSError, ValueError):  # its job may do without
         os.chdir(cwd or ".")
@@ -194,10 +194,10 @@ def _nodes(run_dir: Path, begin: bool) -> tuple[RunPlan, LocalCluster | None, Cr
         environment["PYTHONHASHSEED"] = spec.hash_seed
         log = logs / "forkserver.log"
         link: ForkserverLink | None = ForkserverLink.started(
-            log, environment, shards=shards, split=plan.parts > 1, cwd=cwd, door=door
+            log, environment, shards=shards, split=plan.parts > 1, cwd=cwd, control=control
         )
     else:
-        link = ForkserverLink.entered(door)
+        link = ForkserverLink.entered(control)
     if link is None:
         return plan, None, credentials
     if begin:

@@ -17,7 +17,7 @@ from gradstream.errors import ConfigError, DeadlineError, PeerLostError
 from gradstream.report.progress_line import shown
 from gradstream.run.followed_events import Ending, FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
-from gradstream.run.local.link import DOOR, has_reader
+from gradstream.run.local.link import CONTROL, has_reader
 from gradstream.run.node import EVENTS
 from gradstream.run.reshards import ask
 from gradstream.run.result import Run, described
@@ -210,7 +210,7 @@ class _Follower:
     @property
     def has_ended(self) -> bool:
         """Whether no process of the run is left on this machine. Its events are read by then."""
-        ended = holder_of(self.path) is None and not has_reader(self.path / DOOR)
+        ended = holder_of(self.path) is None and not has_reader(self.path / CONTROL)
         self._events.read()
         return ended
 

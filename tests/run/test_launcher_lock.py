@@ -1,4 +1,4 @@
-"""The launcher's lock and the door of a detached run: what the kernel says, and what a file may say."""
+"""The launcher's lock and the control pipe of a detached run: what the kernel says, and what a file may say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.errors import ConfigError, DataError
 from gradstream.run.launcher_lock import FILE, LauncherRecord, holder_of, launcher_lock, signal_launcher
-from gradstream.run.local.link import DOOR, has_reader, make_pipe, open_reader, open_writer
+from gradstream.run.local.link import CONTROL, has_reader, make_pipe, open_reader, open_writer
 
 HOLDER = """
 import signal, subprocess, sys
@@ -99,21 +99,21 @@ def test_a_record_that_the_disk_did_not_take_is_none(tmp_path: Path) -> None:
     assert LauncherRecord.read(tmp_path) is None
 
 
-def test_the_door_says_whether_somebody_is_behind_it(tmp_path: Path) -> None:
-    door = tmp_path / DOOR
-    assert not has_reader(door)
-    make_pipe(door)
-    assert door.stat().st_mode & 0o777 == 0o600
-    assert not has_reader(door)  # left over
-    reader = open_reader(door)
-    assert has_reader(door)
-    writer = open_writer(door)
+def test_the_control_pipe_says_whether_somebody_reads_it(tmp_path: Path) -> None:
+    control = tmp_path / CONTROL
+    assert not has_reader(control)
+    make_pipe(control)
+    assert control.stat().st_mode & 0o777 == 0o600
+    assert not has_reader(control)  # left over
+    reader = open_reader(control)
+    assert has_reader(control)
+    writer = open_writer(control)
     os.write(writer, b"order")
     assert os.read(reader, 9) == b"order"
     os.close(writer)
     assert os.read(reader, 9) == b""
     os.close(reader)
-    assert not has_reader(door)
+    assert not has_reader(control)
 
 
 STRANGER = """
@@ -141,10 +141,10 @@ def test_other_users_reach_nothing_by_which_a_run_is_led() -> None:
         run_dir = Path(folder)
         store = StateStore(run_dir / STORE, "job")
         store.rule()
-        make_pipe(run_dir / DOOR)
+        make_pipe(run_dir / CONTROL)
         make_pipe(run_dir / ".replies-7")
         with launcher_lock(run_dir, LauncherRecord.here(events_from=0)):
-            led_by = [FILE, DOOR, ".replies-7", STORE, f"{STORE}-wal", f"{STORE}-shm"]
+            led_by = [FILE, CONTROL, ".replies-7", STORE, f"{STORE}-wal", f"{STORE}-shm"]
             asked = [sys.executable, "-c", STRANGER, folder, *led_by]
             done = subprocess.run(asked, capture_output=True, text=True, check=True)
             assert done.stdout == "[]\n"
@@ -155,12 +155,12 @@ def test_other_users_reach_nothing_by_which_a_run_is_led() -> None:
 
 
 def test_what_is_no_pipe_is_not_written_to(tmp_path: Path) -> None:
-    door = tmp_path / DOOR
-    door.write_text("mine")
+    control = tmp_path / CONTROL
+    control.write_text("mine")
     with pytest.raises(ConfigError, match="something else"):
-        has_reader(door)
-    assert door.read_text() == "mine"
-    door.unlink()
+        has_reader(control)
+    assert control.read_text() == "mine"
+    control.unlink()
     (tmp_path / "pipe").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is a link"):
         open_writer(tmp_path / "pipe")

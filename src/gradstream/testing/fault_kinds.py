@@ -235,7 +235,7 @@ def _of_link(kind: str, worker: str, rng: random.Random, scene: Scene) -> Fault:
 def _cut(worker: str, rng: random.Random, scene: Scene) -> Cut:
     source, target = rng.sample([worker, rng.choice([*scene.servers, "*"])], 2)
     at_s, part = rng.uniform(0.02, scene.until_s), rng.choice([0.1, 0.5, 0.9, 1.5])
-    if not scene.shards:  # a group does not dial again: it waits for the coordinator's verdict
+    if not scene.shards:  # a group does not dial again: it waits for the coordinator's decision
         if "*" in (source, target):
             source, target, part = worker, "*", 3.0
         elif source == COORDINATOR:

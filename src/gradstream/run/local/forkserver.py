@@ -1,6 +1,6 @@
 """A warm process that nodes are forked from.
 
-    python -P -m gradstream.run.local.forkserver REPLIES [--door PATH] [module ...]
+    python -P -m gradstream.run.local.forkserver REPLIES [--control PATH] [module ...]
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
 forked from one that has done it, they start in 0.05 s. The modules imported here start no threads. gRPC
@@ -15,8 +15,8 @@ Out, to the file descriptor REPLIES:
 each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
 command line, besides `WARM`, before it forks.
 
-Without a door, no process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process
-kills all nodes. With a door (see `link.py`), which is then its standard input, nodes go on without a launcher, and
+Without a control pipe, no process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process
+kills all nodes. With one (see `link.py`), which is then its standard input, nodes go on without a launcher, and
 this process ends with the last of them. Nodes import the user's modules from FOLDER, and nothing from the folder
 in which the command was typed. Another launcher comes in with
 
@@ -169,15 +169,15 @@ class _Server:
     Args:
         orders: file descriptor that orders are read from.
         replies: file descriptor that replies are written to.
-        door: the named pipe that `orders` reads, through which another launcher may come; None if all nodes end
+        control: the named pipe that `orders` reads, through which another launcher may come; None if all nodes end
             with the launcher.
     """
 
-    def __init__(self, orders: int, replies: int, door: Path | None = None) -> None:
+    def __init__(self, orders: int, replies: int, control: Path | None = None) -> None:
         self._orders = orders
         self._replies = replies  # -1 without a launcher
-        self._door = door
-        self._own_end = -1  # of the door, without a launcher: it keeps the pipe from being at its end
+        self._control = control
+        self._own_end = -1  # of the control pipe, without a launcher: it keeps the pipe from being at its end
         self._history = History()
         self._closing = False
         self._pending = b""
@@ -216,8 +216,8 @@ class _Server:
                 os.kill(child.pid, signal.SIGKILL)
             for child in self._children.values():
                 os.waitpid(child.pid, 0)
-            if self._door is not None:
-                self._door.unlink(missing_ok=True)
+            if self._control is not None:
+                self._control.unlink(missing_ok=True)
 
     def _take_orders(self) -> None:
         data = os.read(self._orders, 1 << 16)
@@ -247,13 +247,13 @@ class _Server:
             self._closing = True
 
     def _lose_launcher(self) -> None:
-        """Notes that the launcher is gone: ends, or waits at the door for another one."""
+        """Notes that the launcher is gone: ends, or waits at the control pipe for another one."""
         self._pending = b""
         self._hang_up_replies()
-        if self._door is None:
+        if self._control is None:
             self._closing = True
         elif self._own_end < 0:
-            self._own_end = open_writer(self._door)
+            self._own_end = open_writer(self._control)
 
     def _meet(self, replies: Path) -> None:
         """Tells another launcher what it has to know, and goes on with it."""
@@ -447,10 +447,10 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    door = None
-    if modules[:1] == ["--door"]:
-        door, modules = Path(modules[1]), modules[2:]
-    server = _Server(orders, replies, door)
+    control = None
+    if modules[:1] == ["--control"]:
+        control, modules = Path(modules[1]), modules[2:]
+    server = _Server(orders, replies, control)
     for name in (*WARM, *modules):
         importlib.import_module(name)
     gc.collect()

@@ -18,16 +18,16 @@ from typing import Any, BinaryIO, cast
 from gradstream.errors import ConfigError, DeadlineError, InternalError
 from gradstream.run.remote.address import TOKEN
 
-# ---- door --------------------------------------------------------------------------------
-# The door of a detached run: a named pipe in its directory, through which another launcher reaches the forkserver.
+# ---- control pipe ------------------------------------------------------------------------
+# A named pipe in the directory of a detached run, through which another launcher reaches the forkserver.
 #
-#     launcher  ── orders ──▶ .door ──▶ forkserver         the first launcher, and each later one
+#     launcher  ── orders ──▶ .control ──▶ forkserver       the first launcher, and each later one
 #     launcher  ◀── replies ─ pipe ──── forkserver         anonymous for the first; a later one makes .replies-<pid>
 #
 # Only its user can open it. Whoever opens it for writing learns from the kernel whether a forkserver reads it, so a
 # pipe that a killed forkserver has left behind tells nothing wrong. Nothing listens on a socket.
 
-DOOR = ".door"
+CONTROL = ".control"
 
 
 def make_pipe(path: Path) -> None:
@@ -144,7 +144,7 @@ class ForkserverLink:
         shards: bool,
         split: bool = False,
         cwd: str | None = None,
-        door: Path | None = None,
+        control: Path | None = None,
     ) -> ForkserverLink:
         """Starts a forkserver.
 
@@ -153,16 +153,16 @@ class ForkserverLink:
             environment: environment variables of the nodes.
             shards, split: whether it imports the code of servers, and of split models, before it forks nodes.
             cwd: working directory of the nodes; None, or one that is not there, is that of this process.
-            door: where another launcher may come in later; None if the nodes end with this one.
+            control: where another launcher may come in later; None if the nodes end with this one.
 
         Raises:
-            ConfigError: the file system has no named pipes for a door.
+            ConfigError: the file system has no named pipes for a control pipe.
         """
         modules = (OF_SERVERS if shards else ()) + (OF_PARTS if split else ())
         ends: tuple[int, int] | None = None
-        if door is not None:
-            make_pipe(door)
-            ends = open_reader(door), open_writer(door)
+        if control is not None:
+            make_pipe(control)
+            ends = open_reader(control), open_writer(control)
         # Replies have a pipe of their own: what the start of an interpreter prints would look like one.
         replies, their_end = os.pipe()
         try:
@@ -170,7 +170,7 @@ class ForkserverLink:
                 process = subprocess.Popen(
                     [
                         *(sys.executable, "-P", "-m", "gradstream.run.local.forkserver", str(their_end)),
-                        *(() if door is None else ("--door", str(door))),
+                        *(() if control is None else ("--control", str(control))),
                         *modules,
                     ],
                     stdin=subprocess.PIPE if ends is None else ends[0],
@@ -193,25 +193,25 @@ class ForkserverLink:
         return cls(cast("BinaryIO", orders), os.fdopen(replies, "rb"), process.pid, process)
 
     @classmethod
-    def entered(cls, door: Path) -> ForkserverLink | None:
+    def entered(cls, control: Path) -> ForkserverLink | None:
         """Connects a new launcher to the forkserver of one that has died. The caller already holds the launcher's lock.
 
         Args:
-            door: the named pipe on which the forkserver takes orders.
+            control: the named pipe on which the forkserver takes orders.
 
         Returns:
             The link; None if the forkserver has ended.
 
         Raises:
             DeadlineError: the forkserver did not answer within `ANSWER_S`.
-            ConfigError: `door` is not a named pipe, or belongs to another user.
+            ConfigError: `control` is not a named pipe, or belongs to another user.
         """
-        path = door.with_name(f".replies-{os.getpid()}")
+        path = control.with_name(f".replies-{os.getpid()}")
         make_pipe(path)
         try:
             replies, own_end = open_reader(path), open_writer(path)  # no end is seen before it has come
             try:
-                orders = os.fdopen(open_writer(door), "wb", 0)
+                orders = os.fdopen(open_writer(control), "wb", 0)
                 # What the launcher before had begun to write ends here.
                 orders.write(b"\n" + json.dumps({"enter": str(path)}).encode() + b"\n")
                 answer = select.poll()
@@ -221,7 +221,7 @@ class ForkserverLink:
                 if not found:
                     raise DeadlineError(
                         "forkserver",
-                        f"did not answer within {ANSWER_S:g} s at {door}: its process is stopped",
+                        f"did not answer within {ANSWER_S:g} s at {control}: its process is stopped",
                     )
                 if replies not in found:
                     raise OSError(errno.EPIPE, "the forkserver has ended")
@@ -237,7 +237,7 @@ class ForkserverLink:
         file = os.fdopen(replies, "rb")
         first = json.loads(file.readline() or b"{}")
         if "pid" not in first:
-            raise InternalError(f"the forkserver at {door} has ended")
+            raise InternalError(f"the forkserver at {control} has ended")
         return cls(orders, file, first["pid"], kept=first["kept"])
 
     def order(self, **order: Any) -> None:
