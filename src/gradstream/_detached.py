@@ -99,11 +99,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gradstream._detached", description=__doc__)
     parser.add_argument("--begin", action="store_true", help="start the nodes, of a new or a resumed run")
     parser.add_argument("run", type=Path)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     # print() must not raise where the disk is full.
     sys.stderr = log_stream(2, by_line=True)
     try:
-        status = _hold(given.run, given.begin)
+        status = _hold(arguments.run, arguments.begin)
     except SystemExit as error:
         status = exit_code(error)
     except BaseException as error:
@@ -135,13 +135,13 @@ def _record(run_dir: Path, begin: bool) -> LauncherRecord:
         events = run_dir / "events.jsonl"
         end = events.stat().st_size if events.is_file() else 0
         return LauncherRecord.here(events_from=end)
-    found = LauncherRecord.read(run_dir)
-    if found is None:
+    record = LauncherRecord.read(run_dir)
+    if record is None:
         raise ConfigError(
             f"no launcher can take over the run in {run_dir}: {FILE} is missing or empty; end its processes, and "
             "continue with gradstream resume"
         )
-    return found
+    return record
 
 
 def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSignals) -> int:

@@ -35,8 +35,8 @@ def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
 
 def callbacks_of(job: Job, run_dir: Path) -> Callbacks:
     """The callbacks and trackers of a job, for one run."""
-    given = [*job.callbacks, *trackers_of(job.trackers)]
-    return Callbacks(given, {"name": job.name, "run_dir": str(run_dir)})
+    chosen = [*job.callbacks, *trackers_of(job.trackers)]
+    return Callbacks(chosen, {"name": job.name, "run_dir": str(run_dir)})
 
 
 def load_run(path: Path, job: Job) -> Run:

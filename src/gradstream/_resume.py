@@ -107,7 +107,7 @@ def resume(
     for name in options:
         if name not in known:
             raise UnknownNameError("option that a resumed run can change", name, known)
-    given = job is not None
+    is_another = job is not None
     job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
@@ -117,7 +117,7 @@ def resume(
     job = dataclasses.replace(job, name=job.name or info.get("name"))
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
-    _check_unchanged(path, job, given=given)
+    _check_unchanged(path, job, is_another=is_another)
     if listen is not None:
         if "workers" not in options:
             total = listen.machines * listen.workers_per_machine
@@ -126,14 +126,14 @@ def resume(
         job = listen.spread_servers(job)
     with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):
         time_s = _mend_events(path / "events.jsonl")
-        found = to_resume(DiskStorage(path), _refused, from_start=from_start)
-    if found is not None and is_script(job) and job.workers != found[1].workers:
+        newest = to_resume(DiskStorage(path), _refused, from_start=from_start)
+    if newest is not None and is_script(job) and job.workers != newest[1].workers:
         raise ConfigError(
-            f"workers={job.workers}, but the run in {path} had {found[1].workers} workers, and its script has a "
+            f"workers={job.workers}, but the run in {path} had {newest[1].workers} workers, and its script has a "
             "training loop of its own, whose workers continue in their own parts of the data: resume it with "
-            f"workers={found[1].workers}"
+            f"workers={newest[1].workers}"
         )
-    num_lost = job.workers - len(found[1].steps) if found is not None and is_script(job) else 0
+    num_lost = job.workers - len(newest[1].steps) if newest is not None and is_script(job) else 0
     if (
         num_lost
         and not job.allow_lost
@@ -144,7 +144,7 @@ def resume(
             "lost: it does not say where their scripts have to go on, nor which data the others had taken over, "
             "so some data would be left out and some come twice. allow_lost=True, or --allow-lost, accepts that"
         )
-    at = None if found is None else Resume.at(*found, time_s=time_s)
+    at = None if newest is None else Resume.at(*newest, time_s=time_s)
     if listen is not None and at is None:
         job = spread_out(job, "listen")
     plan = plan_run(job, secrets.token_hex(8), resume=at)
@@ -156,7 +156,7 @@ def resume(
         if at is None
         else f"the run goes on from {at.folder}"
     )
-    _say_what_differs(path, plan, given=given)
+    _say_what_differs(path, plan, is_another=is_another)
     threads = job.spec is None
     with shown(on_event, False if detach else progress) as each:
         return launch(plan, path, on_event=each, as_threads=threads, listening=listen, detach=detach)
@@ -171,10 +171,10 @@ def _check_ended(path: Path) -> None:
         )
 
 
-def _check_unchanged(path: Path, job: Job, *, given: bool) -> None:
+def _check_unchanged(path: Path, job: Job, *, is_another: bool) -> None:
     """Raises ConfigError if code or data are not those of before; says so where that is allowed.
 
-    A job that was given may have other code.
+    `is_another`: whether the caller has brought the job, which may have other code.
     """
     before = described(path)
     for part, mine, theirs in differences(checks_of(job.data), before.data):
@@ -191,7 +191,7 @@ def _check_unchanged(path: Path, job: Job, *, given: bool) -> None:
     told = f"edited since {path} has begun: {edited}"
     if not edited:
         return
-    if not (job.allow_changed or given):
+    if not (job.allow_changed or is_another):
         raise ConfigError(
             f"{told}; the rest of the run would not fit what it has trained so far. Put back what it began with, of "
             f"which {path / COPY} has a copy; or go on with the code of now: allow_changed=True, --allow-changed"
@@ -205,11 +205,11 @@ def _check_left(path: Path, finished: bool) -> None:
         raise ConfigError(f"{path}: {what}; to train on, begin another run with more epochs or steps")
 
 
-def _say_what_differs(path: Path, plan: RunPlan, *, given: bool) -> None:
-    """Says what the run does not take over, and where a job that was given asks for something else than before."""
+def _say_what_differs(path: Path, plan: RunPlan, *, is_another: bool) -> None:
+    """Says what the run does not take over, and where the job of a caller (`is_another`) asks for other things."""
     if anew := begins_anew(plan):
         say(anew)
-    if given and (changed := changes(described(path), NodeSpec.of(plan, path))):
+    if is_another and (changed := changes(described(path), NodeSpec.of(plan, path))):
         say(f"from here on: {changed}")
 
 

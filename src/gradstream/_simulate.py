@@ -97,14 +97,14 @@ def simulate(
             events.append(event)
             notify(event)
 
-    found = to_resume(storage, lambda _: None) if storage is not None and resume else None
+    checkpoint = to_resume(storage, lambda _: None) if storage is not None and resume else None
     job = measured_first(job)
     if job.phases and storage is None:  # each phase goes on from a checkpoint, and there are no others
         job = dataclasses.replace(job, checkpoint_every=None)
     plan = plan_run(
         job,
         "simulation",
-        resume=None if found is None else Resume.at(*found),
+        resume=None if checkpoint is None else Resume.at(*checkpoint),
         keeps=(storage is not None or bool(job.phases)) and not config.shape_only,
     )
     config.check_names(plan.node_names)

@@ -164,7 +164,6 @@ def train_by_engine(
     """Trains a job on the nodes of an engine, and returns the finished run; see `train`.
 
     Args:
-        job: the job.
         engine: an engine, or its name and options as its `parse` reads them.
         words: options of `gradstream train` with which the nodes read the job's file.
         on_event: called with each event of the run.

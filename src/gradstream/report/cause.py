@@ -66,7 +66,6 @@ class SlowRun:
     """A run whose slowness is to be explained.
 
     Args:
-        figures: figures of the run.
         workers: its workers with steps.
         cores: number of cores of the machine that all nodes shared; None if there were several, or none.
         processes: whether each node was a process, so that it has CPU seconds of its own.
@@ -141,7 +140,6 @@ def for_exchange(run: SlowRun, share: float) -> Reason:
     """The reason why workers wait for the exchange, and not for the computing of others.
 
     Args:
-        run: the run.
         share: share of the workers' time for which they wait, 0 to 1.
     """
     figures = run.figures
@@ -244,7 +242,6 @@ def for_slow_worker(run: SlowRun, one: WorkerFigures, slowness: float, about: st
     """Finds why a worker's machine makes the worker slower than the others; None if the machine is not the cause.
 
     Args:
-        run: the run.
         one: the slow worker.
         slowness: ratio of its time to the median worker's, > 1.
         about: text that says how slow the worker is, for the begin of the sentence.
@@ -280,7 +277,6 @@ def for_cores(run: SlowRun, workers: Sequence[WorkerFigures], about: str = "") -
     """Finds why workers take much longer for a gradient than the CPU time that they use for it.
 
     Args:
-        run: the run.
         workers: workers whose gradients take much longer than their CPU time.
         about: see `for_reading`.
     """

@@ -31,7 +31,6 @@ def training(events: Iterable[EventDict], key: str = "loss", max_points: int = M
     A point lies at the end of the minibatches of its mean. Minibatches without the figure only count as samples.
 
     Args:
-        events: events of the run.
         key: "loss", "lr" or "gradient_norm".
         max_points: the most points of the curve.
     """

@@ -108,7 +108,6 @@ def lanes_of(
     """The timeline of a run's workers.
 
     Args:
-        events: events of the run.
         max_steps: most rectangles of steps.
         max_lanes: most workers; those of the lowest ranks are shown.
     """

@@ -25,7 +25,6 @@ class PageSource:
     """The input of a report.
 
     Args:
-        events: events of the run.
         title: name of the run.
         config: text of its `config.toml`; "" without one.
         info: contents of its `run.json`.
@@ -189,7 +188,6 @@ def run_html(rows: Sequence[tuple[str, str]], events: Sequence[EventDict]) -> st
 
     Args:
         rows: names and figures of the table.
-        events: events of the run.
     """
     events, rows = _shown(events), _shown(rows)
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)

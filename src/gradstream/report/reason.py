@@ -48,7 +48,6 @@ def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool 
     """Returns the main reason why a run is slow.
 
     Args:
-        figures: figures of the run.
         cores: number of cores of the machine that all nodes shared; None if there were several, or none.
         processes: whether each node was a process, so that it has CPU seconds of its own.
     """

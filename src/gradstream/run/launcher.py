@@ -55,7 +55,6 @@ class Launcher:
     """Starts and follows the nodes of one run.
 
     Args:
-        plan: of the run.
         run_dir: an existing directory.
         options: how to start and follow them.
     """

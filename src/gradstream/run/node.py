@@ -73,25 +73,25 @@ LOCK_S = 20.0
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a node to its end, as this process, and returns its exit status."""
-    given = _arguments(argv)
-    say = say_to(given.report_fd)
+    arguments = _arguments(argv)
+    say = say_to(arguments.report_fd)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        spec = NodeSpec.read(given.spec)
+        spec = NodeSpec.read(arguments.spec)
         sys.argv = spec.argv  # from now on: the user's code may read it later
         run_kept(Path(spec.run_dir))
         job = spec.load()
-        if given.name.startswith(("worker", "part")):
+        if arguments.name.startswith(("worker", "part")):
             spec.check_data(job)
-        if given.name == SHOWN:
+        if arguments.name == SHOWN:
             show_warnings(SHOWN, say)
-        return asyncio.run(_run(spec, spec.plan(job), given, say))
+        return asyncio.run(_run(spec, spec.plan(job), arguments, say))
     except Exception as error:
-        return _failed(error, given.name, say, sys.stderr)
+        return _failed(error, arguments.name, say, sys.stderr)
     except (SystemExit, KeyboardInterrupt) as error:  # of the user's code: its words would be in no log
-        message = f"{given.name}: the code of the job raised {type(error).__name__}: {error}"
-        return _failed(UserCodeError(message, traceback_of(error)), given.name, say, sys.stderr)
+        message = f"{arguments.name}: the code of the job raised {type(error).__name__}: {error}"
+        return _failed(UserCodeError(message, traceback_of(error)), arguments.name, say, sys.stderr)
 
 
 async def run_node(
@@ -107,14 +107,14 @@ async def run_node(
         core: executor of arithmetic.
         when_asked: called with a function that stops the run, where this node is the coordinator.
     """
-    given = _arguments(argv)
+    arguments = _arguments(argv)
     try:
-        spec = NodeSpec.read(given.spec)
+        spec = NodeSpec.read(arguments.spec)
         model = copy.deepcopy(build_model(plan.job))
-        return await _run(spec, plan.of_model(model), given, say, core, when_asked)
+        return await _run(spec, plan.of_model(model), arguments, say, core, when_asked)
     except Exception as error:
         text = io.StringIO()
-        status = _failed(error, given.name, say, text)
+        status = _failed(error, arguments.name, say, text)
         try:
             with log.open("a", encoding="utf-8") as file:
                 file.write(text.getvalue())
@@ -129,9 +129,9 @@ async def run_worker(job: Job, argv: Sequence[str]) -> None:
     Raises:
         Exception: any error that ended the worker early.
     """
-    given = _arguments(argv)
-    spec = NodeSpec.read(given.spec)
-    await _run(spec, spec.plan(job), given, lambda **_: None)
+    arguments = _arguments(argv)
+    spec = NodeSpec.read(arguments.spec)
+    await _run(spec, spec.plan(job), arguments, lambda **_: None)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -195,7 +195,7 @@ def traceback_of(error: BaseException) -> str:
 async def _run(
     spec: NodeSpec,
     plan: RunPlan,
-    given: argparse.Namespace,
+    arguments: argparse.Namespace,
     say: Say,
     core: Executor | None = None,
     when_asked: WhenAsked | None = None,
@@ -205,20 +205,20 @@ async def _run(
     from gradstream.transport.proof import Credentials
     from gradstream.transport.security import Tls
 
-    job, name = plan.job, given.name
+    job, name = plan.job, arguments.name
     root, durable = Path(spec.run_dir), not spec.trial
-    memory = make_memory(job.carrier, given.listen)
+    memory = make_memory(job.carrier, arguments.listen)
     runtime = RealRuntime(name, seed=job.seed, root=root, durable=durable, core=core, memory=memory)
     identity = plan.identity(name, int.from_bytes(os.urandom(8), "little"))
-    credentials = Credentials.parse(given.credentials)
+    credentials = Credentials.parse(arguments.credentials)
     identity.secret = credentials.secret
     endpoint = make_endpoint(
         identity,
         runtime,
         "grpc" if name == COORDINATOR else job.carrier,
-        listen=given.listen,
+        listen=arguments.listen,
         security=Tls.of(credentials),
-        insecure=given.insecure,
+        insecure=arguments.insecure,
         connections=job.connections,
         connection_s=job.deadlines.connection_s,
     )
@@ -226,20 +226,20 @@ async def _run(
     try:
         if name == COORDINATOR:
             with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
-                kept = _Kept(root, plan.id, given.again) if durable and core is None else None
-                spread = not _is_local(given.listen)
-                without = [name for name in given.without.split(",") if name]
+                kept = _Kept(root, plan.id, arguments.again) if durable and core is None else None
+                spread = not _is_local(arguments.listen)
+                without = [name for name in arguments.without.split(",") if name]
                 return await _coordinate(
                     plan, runtime, endpoint, say, when_asked or _on_sigterm, kept, spread, without
                 )
-        if given.coordinator is None:
+        if arguments.coordinator is None:
             raise ConfigError(f"{name}: --coordinator is missing; expected the address of the coordinator")
         role, _, rank = name.partition("-")
         model = build_model(job, int(rank))
         await endpoint.start()
-        if not _is_local(given.listen):
+        if not _is_local(arguments.listen):
             await endpoint.take_detours(job.deadlines.connection_s)
-        endpoint.know(COORDINATOR, given.coordinator)
+        endpoint.know(COORDINATOR, arguments.coordinator)
         if spec.elsewhere:
             patience_s = job.deadlines.patience_s
             runtime.storage = ElsewhereStorage(root, endpoint, COORDINATOR, silence_s=patience_s)
@@ -257,7 +257,7 @@ async def _run(
                 return partial(_until_sigterm, worker.run, worker.drain)
             return worker.run
 
-        await run_phases(plan, runtime, endpoint, build, zero_ns=given.clock)
+        await run_phases(plan, runtime, endpoint, build, zero_ns=arguments.clock)
         return OK
     finally:
         lateness.cancel()

@@ -34,7 +34,6 @@ class NodeSpec:
     """The plan of a run as nodes.json holds it.
 
     Args:
-        id: name of the run.
         job: place of the job (see `Job.spec`); "" if it is in no file, as in a notebook.
         earlier: run directories of the runs that the script made before this one.
         run_dir: run directory.

@@ -78,7 +78,6 @@ def build_coordinator(
     """Builds the coordinator of a run.
 
     Args:
-        plan: plan of the run.
         runtime, endpoint: of this node.
         keeper: gets every event of the run, as JSON lines.
         spread: whether nodes may be on several machines.

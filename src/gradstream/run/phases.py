@@ -138,8 +138,8 @@ async def run_phases(
         await build(plan, clock)()
         return
     least, deadlines = plan.phase.stretch, plan.job.deadlines
-    while (found := await phase_to_join(runtime, endpoint, deadlines, least)) is not None:
-        number, text = found
+    while (joined := await phase_to_join(runtime, endpoint, deadlines, least)) is not None:
+        number, text = joined
         plan = plan_at(plan, Resume.of_json(json.loads(text)) if text else None)
         least = number + 1
         if clock.zero_ns is None:  # this node has been in no phase yet

@@ -149,21 +149,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--listen", default="127.0.0.1:0", help="address to listen on")
     parser.add_argument("--insecure", action="store_true", help="plain text on other interfaces")
     parser.add_argument("--report-fd", type=int, help="file descriptor for reports to the launcher")
-    given = parser.parse_args(argv)
-    say = say_to(given.report_fd)
-    spec = NodeSpec.read(given.spec)
-    rank, size = int(given.name.rpartition("-")[2]), int(spec.plain["workers"])
+    arguments = parser.parse_args(argv)
+    say = say_to(arguments.report_fd)
+    spec = NodeSpec.read(arguments.spec)
+    rank, size = int(arguments.name.rpartition("-")[2]), int(spec.plain["workers"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    master, own = Address.parse(spec.meeting, "meeting"), Address.parse(given.listen, "--listen")
+    master, own = Address.parse(spec.meeting, "meeting"), Address.parse(arguments.listen, "--listen")
     set_environment(rank, size, spec.per_machine, (master.host, master.port), own.host)
-    network = ["--listen", given.listen, "--credentials", given.credentials]
-    network += ["--insecure"] if given.insecure else []
-    assign(WorkerPlacement(rank, size, str(given.spec), given.coordinator, network))
+    network = ["--listen", arguments.listen, "--credentials", arguments.credentials]
+    network += ["--insecure"] if arguments.insecure else []
+    assign(WorkerPlacement(rank, size, str(arguments.spec), arguments.coordinator, network))
     if rank == 0:
         sys.stdout = _Tee(sys.stdout, say)
     sys.argv = [spec.script, *spec.argv[1:]]
     run_kept(Path(spec.run_dir))
-    status, session = _run(Path(spec.script), given.name, say), running()
+    status, session = _run(Path(spec.script), arguments.name, say), running()
     if status != OK and session is not None and not session.resumable:
         say(begins_again=True)
     return status

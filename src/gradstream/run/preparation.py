@@ -90,7 +90,6 @@ class Preparation:
     """Prepares a run.
 
     Args:
-        plan: of the run.
         run_dir: an existing directory.
         options: how its nodes are started and followed.
     """

@@ -132,7 +132,6 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
     Each file is replaced atomically: a run can be killed here, and resumed.
 
     Args:
-        plan: of the run.
         spec: the description of the plan for the nodes.
         environment: variables that the node processes get besides the launcher's own.
         as_threads: whether nodes are threads of this process.

@@ -53,10 +53,12 @@ def take_request(storage: Storage) -> tuple[int, str] | None:
         size_bytes = storage.size(REQUEST)
         data = storage.read_at(REQUEST, 0, min(size_bytes, MAX_BYTES))
         storage.remove(REQUEST)
-        found = parse_json(data, max_bytes=MAX_BYTES)
+        request = parse_json(data, max_bytes=MAX_BYTES)
     except (OSError, ValueError):
         return None
-    servers, token = (found.get("servers"), found.get("token")) if isinstance(found, dict) else (None, None)
+    servers, token = (
+        (request.get("servers"), request.get("token")) if isinstance(request, dict) else (None, None)
+    )
     return (servers, token) if type(servers) is int and isinstance(token, str) else None
 
 

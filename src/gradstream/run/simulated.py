@@ -41,7 +41,6 @@ class SimulatedCluster:
     """The nodes of a run on a virtual network.
 
     Args:
-        plan: plan of the run.
         model: copied for each worker, except in a shape-only simulation, which never runs it.
         config: machines and network.
         on_events: called with events, as JSON lines, when they happen.

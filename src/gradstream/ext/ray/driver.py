@@ -65,7 +65,6 @@ class RunFiles:
     """The files of a run, which come in pieces that are too small for Ray's object store.
 
     Args:
-        cluster: the cluster.
         actor: the actor of the first node.
         events_bytes: size of the events that the driver does not ask for.
     """

@@ -43,7 +43,6 @@ class FileServer:
 
     Args:
         files: the files, by their names in the archive.
-        token: token of the run.
         port: port at which to listen; 0 takes a free one.
 
     Attributes:
@@ -85,9 +84,7 @@ def served_archive(host: str, port: int, certificate: str, token: str) -> Iterat
 
     Args:
         host: host name or address of the server.
-        port: its port.
         certificate: its certificate, PEM. No other server is believed.
-        token: token of the run.
 
     Raises:
         PeerLostError: the server cannot be reached, is silent, or has another certificate.

@@ -67,7 +67,6 @@ def show_warnings(node: str, say: Callable[..., None]) -> None:
     """Has the launcher show the warnings of this process, each distinct one once; the log gets all of them.
 
     Args:
-        node: name of the node.
         say: sends a message to the launcher.
     """
     logged, shown = warnings.showwarning, set()

@@ -79,8 +79,8 @@ def _opened(path: Path, way: int) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise ConfigError(f"{path} is a link; {_EXPECTED}") from None
-    found = os.fstat(pipe)
-    if stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid():
+    status = os.fstat(pipe)
+    if stat.S_ISFIFO(status.st_mode) and status.st_uid == os.geteuid():
         os.set_blocking(pipe, True)
         return pipe
     os.close(pipe)
@@ -217,13 +217,13 @@ class ForkserverLink:
                 answer = select.poll()
                 answer.register(replies, select.POLLIN)
                 answer.register(orders, 0)  # says so if the forkserver ends
-                found = dict(answer.poll(1000 * ANSWER_S))
-                if not found:
+                ready = dict(answer.poll(1000 * ANSWER_S))
+                if not ready:
                     raise DeadlineError(
                         "forkserver",
                         f"did not answer within {ANSWER_S:g} s at {control}: its process is stopped",
                     )
-                if replies not in found:
+                if replies not in ready:
                     raise OSError(errno.EPIPE, "the forkserver has ended")
             except OSError as error:
                 os.close(replies)

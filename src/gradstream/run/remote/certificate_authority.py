@@ -189,7 +189,6 @@ class Invitation:
     Args:
         spec: description of the plan for the nodes, JSON.
         files: SHA-256 of the user's other files that nodes read, by name.
-        deadlines: deadlines of the run.
         port_of: the port at which a node listens, by the node's name; 0 takes a free one.
         zero_ns: see `RunClock`, on this machine; None before training.
     """

@@ -37,7 +37,6 @@ class Entrance:
         address: address of the launcher.
         job: the job as this machine has read it, with its spec.
         name: name of this machine, or of this process.
-        token: token of the run.
         authority: the launcher's certificate, which `reach` has verified; None for plain text.
 
     Attributes:

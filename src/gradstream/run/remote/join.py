@@ -55,7 +55,6 @@ class Joining:
     Args:
         address: address of the launcher, as it has printed it.
         job: place of this machine's copy of the job file.
-        token: token of the run.
         fingerprint: fingerprint of the launcher's certificate, as it has printed it; None with `insecure`.
         arguments: command-line arguments of the job file, as on the launcher's machine.
         machine: name of this machine; None takes its host name.
