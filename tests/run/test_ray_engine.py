@@ -16,7 +16,7 @@ from gradstream._train import words_of
 from gradstream.cli import main
 from gradstream.errors import ConfigError
 from gradstream.ext.ray.actor import PIECE_BYTES, RayNode
-from gradstream.ext.ray.driver import RunFiles, folder_of, job_files
+from gradstream.ext.ray.cluster import RunFiles, folder_of, job_files
 from gradstream.ext.ray.engine import RayEngine
 from gradstream.job.files import load_job
 

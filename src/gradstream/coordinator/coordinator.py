@@ -19,7 +19,7 @@ from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation import ParticipationDriver
+from gradstream.coordinator.participation_driver import ParticipationDriver
 from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.presence_service import Admitted, PresenceService
 from gradstream.coordinator.relay import Age, RunClock

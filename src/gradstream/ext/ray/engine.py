@@ -1,25 +1,46 @@
-"""`RayEngine`: what a run asks of a Ray cluster. Ray itself is imported when a run begins."""
+"""`RayRun`: a run whose processes are on the nodes of a Ray cluster, as the program sees it that has asked for it.
+
+    driver ── placement group, actors, which end with it ──▶ Ray
+    actor of node 0 ── gradstream train: coordinator, shards, its workers ──┐  the same variables as under other
+    actor of node i ── gradstream train: its workers ───────────────────────┘  engines: see `run/place.py`
+    node ◀── tensors, TLS, proof of the token ──▶ node          nothing of this passes through Ray
+    driver ◀── events; the files of the finished run ── node 0  in pieces too small for Ray's object store
+
+A node that is lost with its machine is started again by Ray, and joins as a machine does. The others do not wait.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 from urllib.parse import parse_qsl
 
-from gradstream.errors import ConfigError, DeadlineError
-from gradstream.ext.ray.actor import RayNode
-from gradstream.run.followed_events import OnEvent
-from gradstream.untrusted import say
+from gradstream._version import __version__
+from gradstream.errors import (
+    RESUMABLE,
+    ConfigError,
+    GradstreamError,
+    PeerLostError,
+    UserCodeError,
+)
+from gradstream.ext.ray.actor import OWN_FOLDER, NodeView
+from gradstream.ext.ray.cluster import RayCluster, RunFiles, folder_of, job_files
+from gradstream.job.settings.sources import OTHER_VARIABLES, PREFIX
+from gradstream.run.followed_events import Ending, OnEvent
+from gradstream.run.local.environment import StopSignals
+from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT
+from gradstream.run.records import write_spec
+from gradstream.run.result import described
+from gradstream.untrusted import escaped, say
 
 # ---- engine ------------------------------------------------------------------------------
 
@@ -105,8 +126,6 @@ class RayEngine:
         self, job: str, words: Sequence[str], *, workers: int, run_dir: Path, on_event: OnEvent | None
     ) -> None:
         """Trains to the end; see `gradstream._train.RunEngine`, and `RayRun.run` for the errors."""
-        from gradstream.ext.ray.driver import RayRun
-
         RayRun(engine=self, job=job, words=words, workers=workers, run_dir=run_dir, on_event=on_event).run()
 
     @property
@@ -155,195 +174,276 @@ class RayEngine:
         return nodes
 
 
-# ---- cluster -----------------------------------------------------------------------------
-# `RayCluster`: the few things that a run asks of Ray, each with a deadline and an error that says what to do.
+# ---- driver ------------------------------------------------------------------------------
 
-RAY_SESSION = "session_[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*"
-"""Folder of a Ray node: Ray packs the folder of a job into it, and would pack the growing package into itself."""
+POLL_S = 0.2
+"""Seconds between two looks at the run."""
 
-NOT_SENT = ["runs", ".git", ".venv", "**/__pycache__", f"**/{RAY_SESSION}"]
-"""What is not brought to the nodes with the folder of a job."""
+LEAVE_S = 5.0
+"""Longest wait for the other nodes once the run is over; as long again after they were asked to stop."""
 
-OWN_LISTS = (".rayignore", ".gitignore")
-"""Files by which Ray leaves out more."""
+GO_S = 60.0
+"""Longest wait for a node that was asked to leave; then it is ended, and its worker is lost."""
 
-MOST_BYTES = 500 << 20
-"""The largest package that Ray brings to its nodes. It packs all first, on this machine's disk."""
+VAIN_STARTS, VAIN_S, AGAIN_S = 10, 30.0, 2.0
+"""A node whose process ends so often, each time within `VAIN_S`, is given up; seconds more before each start."""
 
-LOOK_S = 1.0
-"""Seconds between two looks whether the user has stopped the run, while it waits for room."""
+TAIL_LINES, ERROR_BYTES = 15, 2048
 
-JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set by `ray job submit`, which has brought the files already."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def ray_module() -> ModuleType:
-    """Ray, if it is installed. Raises ConfigError."""
-    try:
-        import ray
-        import ray.exceptions
-        import ray.util
-    except ImportError as error:
-        raise ConfigError(
-            f"engine: Ray cannot be imported ({error}); pip install 'gradstream[ray]' here and on all machines"
-        ) from None
-    return ray  # type: ignore[no-any-return, unused-ignore]
+@dataclass(slots=True)
+class _Node:
+    """A node that Ray runs, and how its process did."""
+
+    actor: Any
+    started_s: float = 0.0
+    vain: int = 0
+    leave_by_s: float | None = None  # it was asked to leave
 
 
-class RayCluster:
-    """A connection to a Ray cluster. A context manager, which ends what it has begun, and every actor.
+@dataclass(slots=True, kw_only=True)
+class RayRun:
+    """One run in a Ray cluster.
 
     Args:
-        address: see `RayEngine`.
-        folder: the folder of the job, which is brought to the nodes unless this program's own Ray job has files.
-        wait_s: longest wait for Ray.
+        engine: what to ask Ray for.
+        job: the job: "module:function", or the absolute path of a file, or "file.py:function".
+        words: options of `gradstream train`, and arguments of the job file after "--".
+        workers: number of workers, or of parts of replicas.
+        run_dir: where the finished run is to be. If the first node sees the same disk, it is there from the start.
+        on_event: called with each event of the run.
     """
 
-    def __init__(self, address: str, folder: Path, wait_s: float) -> None:
-        self.ray: Any = ray_module()
-        self._address = address
-        self._folder = folder
-        self._wait_s = wait_s
-        self._own = False
-        self._groups: dict[Any, Any] = {}  # by actor
-        self._shared: Any = None  # placement group of the first nodes
+    engine: RayEngine
+    job: str
+    words: Sequence[str]
+    workers: int
+    run_dir: Path
+    on_event: OnEvent | None = None
+    _cluster: RayCluster = field(init=False)
+    _view: NodeView = field(init=False)
+    _token: str = field(init=False, repr=False)
+    _files: RunFiles = field(init=False)
+    _place: str = field(init=False, default="")  # of the job, on the nodes
+    _nodes: dict[int, _Node] = field(init=False, default_factory=dict)
+    _running: dict[Any, int] = field(init=False, default_factory=dict)  # by call of `RayNode.run`
+    _last: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def __enter__(self) -> Self:
-        if not self.ray.is_initialized():
-            self._connect()
-        return self
-
-    def _connect(self) -> None:
-        if JOB_VARIABLE not in os.environ:
-            _check_size(self._folder)
-        package = Path(__file__).resolve().parents[2]
-        brought = {"working_dir": str(self._folder), "py_modules": [str(package)], "excludes": NOT_SENT}
-        try:
-            self.ray.init(
-                address=self._address,
-                runtime_env=None if JOB_VARIABLE in os.environ else brought,
-                log_to_driver=False,
-                configure_logging=False,
-            )
-        except ConnectionError as error:
-            raise ConfigError(
-                f"engine: no Ray cluster at {self._address!r}: {error}; `ray start --head` starts one on this machine, "
-                "RAY_ADDRESS or ray://HOST:10001 names another"
-            ) from error
-        except (RuntimeError, ValueError) as error:
-            self.ray.shutdown()
-            raise ConfigError(
-                f"engine: Ray cannot begin a job with the folder {self._folder}: {error}; a file .rayignore in it "
-                "names what the nodes do not need, and GRADSTREAM_DATA a folder of data that all machines have"
-            ) from error
-        self._own = True
-
-    def __exit__(self, *exception: object) -> None:
-        for actor in list(self._groups):
-            self.remove(actor)
-        if self._shared is not None:
-            self.ray.util.remove_placement_group(self._shared)
-        if self._own:
-            self.ray.shutdown()
-
-    def place(self, bundles: Sequence[Mapping[str, float]], stopped: Callable[[], bool]) -> bool:
-        """Has Ray keep room for the first nodes, on as many machines as it can. False if it was stopped before.
+    def run(self) -> None:
+        """Trains to the end; the run is in `run_dir` then, as far as it came.
 
         Raises:
-            DeadlineError: there is no room for all of them.
+            ConfigError: there is no Ray, no cluster, or the nodes cannot begin.
+            DeadlineError: Ray has no room, or something does not answer in time.
+            PeerLostError: the first node was lost with its machine.
+            GradstreamError: the run failed, as in `train`.
+            Interrupted: Ctrl-C; the run has made a checkpoint.
+
+            After any of these no actor and no process is left.
         """
-        self._shared = self.ray.util.placement_group([dict(one) for one in bundles], strategy="SPREAD")
-        give_up_s, there, said = time.monotonic() + self._wait_s, False, False
-        while not there and not stopped() and (left_s := give_up_s - time.monotonic()) > 0:
-            there = self._shared.wait(min(LOOK_S, left_s))
-            if not there and not said:
-                say(f"waiting up to {self._wait_s:g} s for room in the Ray cluster. {self._lack(bundles)}")
-                said = True
-        if not there and not stopped():
-            raise DeadlineError(
-                "ray",
-                f"has no room for {len(bundles)} nodes after {self._wait_s:g} s. {self._lack(bundles)}. Ask for less "
-                "(cpus, gpus, memory_gib, workers), begin with fewer (least), or add machines to the cluster",
-            )
-        return there
+        most = self.engine.nodes_for(self.workers)
+        self._token = secrets.token_hex(16)
+        wanted = job_files(self.job)  # Ray may make the working directory of this program anew
+        with (
+            StopSignals() as signals,
+            RayCluster(self.engine.address, folder_of(self.job), self.engine.wait_s) as found,
+        ):
+            self._cluster = found
+            least = most if self.engine.least is None else self.engine.least
+            bundles = [self.engine.bundle(rank) for rank in range(least)]
+            if not self._cluster.place(bundles, lambda: signals.asked):
+                raise Ending(run_dir=self.run_dir, last={}).interrupted
+            self._look(wanted)
+            status, said = self._follow(signals, most, least)
+            self._let_leave(0.0 if status else LEAVE_S)
+            self._let_leave(LEAVE_S, ask=True)
+            if not self._view.shared:
+                self._files.bring(self.run_dir)
+            if (self.run_dir / "nodes.json").is_file():  # sealed by another user, maybe
+                write_spec(described(self.run_dir), self.run_dir)
+            self._clean()
+        self._check(status, said)
 
-    def _lack(self, bundles: Sequence[Mapping[str, float]]) -> str:
-        """What the nodes ask for, and what there is."""
-        asked = "; ".join(_words(one) for one in bundles)
-        free, all_of_them = self.ray.available_resources(), self.ray.cluster_resources()
-        return f"They ask for {asked}. Free are {_words(free)}, of {_words(all_of_them)}"
+    # ---- the beginning --------------------------------------------------------------------
 
-    def start(self, rank: int, bundle: Mapping[str, float]) -> Any:
-        """Starts the actor of a node. Ray starts it again, on another machine if need be, unless it is the first."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        group, index = self._shared, rank
-        if rank >= len(group.bundle_specs):
-            group, index = self.ray.util.placement_group([dict(bundle)]), 0
-        kind = self.ray.remote(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            max_concurrency=4,
-            max_restarts=-1 if rank else 0,
-            max_task_retries=-1 if rank else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        )(RayNode)
-        actor = kind.remote()
-        self._groups[actor] = None if group is self._shared else group
-        return actor
-
-    def remove(self, actor: Any) -> None:
-        """Ends an actor and its process, and gives its room back."""
-        self.ray.kill(actor, no_restart=True)
-        if (group := self._groups.pop(actor)) is not None:
-            self.ray.util.remove_placement_group(group)
-
-    def answer(self, reference: Any, who: str, wait_s: float | None = None) -> Any:
-        """The answer of an actor.
-
-        Raises:
-            DeadlineError: it did not come in time.
-            ray.exceptions.RayError: the actor cannot be made, or is gone.
-        """
-        limit_s = self._wait_s if wait_s is None else wait_s
+    def _look(self, wanted: tuple[list[str], str, str]) -> None:
+        """Starts the actor of the first node, and looks at its machine for the job file: see `job_files`."""
+        self._nodes[0] = first = _Node(self._cluster.start(0, self.engine.bundle(0)))
+        mark = self.run_dir.with_name(f".gradstream-{secrets.token_hex(8)}")
+        mark.touch()
+        files, digest, function = wanted
         try:
-            return self.ray.get(reference, timeout=limit_s)
-        except self.ray.exceptions.GetTimeoutError:
-            raise DeadlineError(
-                who, f"has not answered within {limit_s:g} s; `ray list actors` shows its state"
-            ) from None
+            asked = first.actor.look.remote(files, digest, str(self.run_dir), mark.name)
+            self._view = self._cluster.answer(asked, "node 0")
+        except self._cluster.ray.exceptions.RayError as error:
+            text = escaped(str(error)[-ERROR_BYTES:], 2 * ERROR_BYTES, newlines=True)
+            raise ConfigError(f"node 0: Ray cannot start its actor: {text}") from error
+        finally:
+            mark.unlink(missing_ok=True)
+        if self._view.version != __version__:
+            raise ConfigError(
+                f"node 0 has gradstream {self._view.version}, and this program {__version__}; install the same one"
+            )
+        if files and not self._view.job:
+            raise ConfigError(
+                f"node 0 on {self._view.host} has no job file like this one: it has looked for {', '.join(files)}; "
+                "expected it in the working directory of this Ray job: start it in the folder of the job file, or name "
+                "that as working_dir of its runtime_env"
+            )
+        self._place = self._view.job + function if files else self.job
+        if not self._view.shared and (self.run_dir / "run.json").exists():
+            raise ConfigError(
+                f"node 0 on {self._view.host} does not see {self.run_dir}, so it cannot go on with that run; expected "
+                "a folder on a disk that both machines have"
+            )
+        self._files = RunFiles(self._cluster, first.actor, self._view.events_bytes)
 
-    def done(self, references: Sequence[Any], wait_s: float) -> list[Any]:
-        """Those of the references whose answers are there, after up to `wait_s`; at once when there is one."""
-        found: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=wait_s)[0]
-        return found
-
-
-def _check_size(folder: Path) -> None:
-    """Raises ConfigError if the folder of a job is too large for Ray. Ray would fill the disk before it said so."""
-    if any((folder / name).exists() for name in OWN_LISTS):
-        return
-    left_bytes = MOST_BYTES
-    for root, folders, files in os.walk(folder):
-        folders[:] = [
-            name for name in folders if not any(fnmatch(name, one.rpartition("/")[2]) for one in NOT_SENT)
+    def _start(self, rank: int, wait_s: float = 0.0) -> None:
+        """Starts the process of a node, and its actor unless that is there."""
+        node = self._nodes.get(rank)
+        if node is None:
+            node = self._nodes[rank] = _Node(self._cluster.start(rank, self.engine.bundle(rank)))
+        node.started_s = time.monotonic() + wait_s
+        place = {NODES: self.engine.nodes_for(self.workers), NODE: rank, HOST: self._view.host}
+        place |= {PORT: self._view.port, LEAST: self.engine.least or place[NODES]}
+        cpus = self.engine.bundle(rank).get("CPU", 1)
+        threads = str(max(1, int(cpus) // self.engine.workers_per_node))
+        environment = dict.fromkeys(THREADS, threads)
+        environment |= {name: value for name, value in os.environ.items() if _is_setting(name)}
+        environment |= {name: str(value) for name, value in place.items()} | {"GRADSTREAM_TOKEN": self._token}
+        options = [
+            "--run-dir",
+            OWN_FOLDER if rank else self._view.run_dir,
+            "--wait-s",
+            str(self.engine.wait_s),
         ]
-        for name in files:
-            with suppress(FileNotFoundError):  # it has just gone
-                left_bytes -= os.lstat(os.path.join(root, name)).st_size
-        if left_bytes < 0:
-            raise ConfigError(
-                f"engine: the folder of the job, {folder}, has more than {MOST_BYTES >> 20} MiB, which is the most "
-                "that Ray brings to its nodes; put the job file into a folder of its own, or name in .rayignore what "
-                "the nodes do not need, and in GRADSTREAM_DATA a folder of data that all machines have"
-            )
+        options += ["--workers-per-machine", str(self.engine.workers_per_node)]
+        call = node.actor.run.remote(["train", self._place, *options, *self.words], environment, wait_s)
+        self._running[call] = rank
+
+    # ---- while it runs --------------------------------------------------------------------
+
+    def _follow(self, signals: StopSignals, most: int, least: int) -> tuple[int, str]:
+        """Follows the run until the process of the first node has ended; returns its status, and what it has said."""
+        self._start(0)
+        stopping = False
+        while True:
+            if signals.asked and not stopping:
+                stopping = True
+                say("stopping: a checkpoint is made first; once more to stop at once")
+                self._nodes[0].actor.stop.remote()
+            if not stopping:
+                begun = "started" in self._last
+                self._adjust(max(min(self.engine.wanted or most, most), 1 if begun else least))
+            for call in self._cluster.done(list(self._running), POLL_S):
+                ended = self._ended(self._running.pop(call), call)
+                if ended is not None:
+                    self._tell_events()
+                    return ended
+            self._tell_events()
+
+    def _adjust(self, wanted: int) -> None:
+        """Starts and ends nodes until there are as many as wanted; the first one stays."""
+        for rank in range(wanted):
+            if rank not in self._nodes:
+                self._start(rank)
+        for rank, node in self._nodes.items():
+            if rank >= wanted and node.leave_by_s is None:
+                node.leave_by_s = time.monotonic() + GO_S
+                node.actor.stop.remote()
+        late = {
+            rank for rank, node in self._nodes.items() if (node.leave_by_s or math.inf) < time.monotonic()
+        }
+        for rank in late:  # Ray has not placed it yet, or it hangs
+            self._cluster.remove(self._nodes.pop(rank).actor)
+        self._running = {call: rank for call, rank in self._running.items() if rank not in late}
+
+    def _ended(self, rank: int, call: Any) -> tuple[int, str] | None:
+        """Takes the end of a node's process: the first node's ends the run, others are started again, or go."""
+        try:
+            status, said = self._cluster.answer(call, f"node {rank}")
+        except self._cluster.ray.exceptions.RayError as error:
+            if not rank:
+                raise PeerLostError(
+                    "node 0",
+                    f"was lost with its machine, and with it the parameters ({_first_line(error)}). A run directory on "
+                    "a disk that all machines have keeps its checkpoints: the same command goes on from there",
+                ) from error
+            status, said = 1, _first_line(error)
+        if not rank:
+            return int(status), str(said)
+        node = self._nodes[rank]
+        if node.leave_by_s is not None:
+            self._cluster.remove(self._nodes.pop(rank).actor)
+        if node.leave_by_s is not None or status == 0:  # the run has finished
+            return None
+        node.vain = node.vain + 1 if time.monotonic() - node.started_s < VAIN_S else 0
+        text = f"its process ends with status {status}:\n{_tail(said)}"
+        if "started" in self._last and node.vain >= VAIN_STARTS:
+            say(f"gradstream: node {rank} is given up; {text}")
+        elif "started" in self._last or (node.vain < VAIN_STARTS and status != ConfigError.exit_status):
+            self._start(rank, AGAIN_S * node.vain)
+        elif not self._cluster.done([call for call, rank in self._running.items() if not rank], LEAVE_S):
+            raise ConfigError(f"node {rank} cannot join; {text}")  # else the first node says why
+        return None
+
+    def _tell_events(self) -> None:
+        """Passes new events of the run on."""
+        for event in self._files.events():
+            self._last[event["event"]] = event
+            if self.on_event is not None:
+                self.on_event(event)
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def _let_leave(self, wait_s: float, *, ask: bool = False) -> None:
+        """Waits until the other nodes have ended, for up to `wait_s`; with `ask`, asks their processes to stop."""
+        if ask:
+            for rank in self._running.values():
+                self._nodes[rank].actor.stop.remote()
+        give_up_s = time.monotonic() + wait_s
+        while self._running and (left_s := give_up_s - time.monotonic()) > 0:
+            for call in self._cluster.done(list(self._running), left_s):
+                del self._running[call]
+
+    def _clean(self) -> None:
+        """Has the actors remove their folders, for up to `LEAVE_S`."""
+        calls = [node.actor.clean.remote() for node in self._nodes.values()]
+        give_up_s = time.monotonic() + LEAVE_S
+        while calls and (left_s := give_up_s - time.monotonic()) > 0:
+            for call in self._cluster.done(calls, left_s):
+                calls.remove(call)
+
+    def _check(self, status: int, said: str) -> None:
+        """Raises the error with which the run has ended, if it has not finished."""
+        ending = Ending(run_dir=self.run_dir, last=self._last)
+        if status == RESUMABLE:
+            say(f"{ending.interrupted}, on this machine; the same command, with --run-dir, goes on in Ray")
+            raise ending.interrupted
+        error: GradstreamError | None = ending.failure
+        if error is None and status == 0:
+            return
+        if error is None and status == ConfigError.exit_status:
+            error = ConfigError(f"node 0 cannot begin:\n{_tail(said)}")
+        elif error is None and status == UserCodeError.exit_status:
+            error = UserCodeError(f"node 0: {_tail(said)}", "")
+        elif error is None:
+            error = PeerLostError("node 0", f"ended with status {status}:\n{_tail(said)}")
+        for note in ending.where:
+            error.add_note(note)
+        raise error
 
 
-def _words(resources: Mapping[str, float]) -> str:
-    """Resources in words; those that Ray makes for each machine and group are left out."""
-    told = {
-        name: f"{value / 2**30:.1f} GiB" if name == "memory" else f"{value:g}"
-        for name, value in sorted(resources.items())
-        if name != "object_store_memory" and not name.startswith("node:") and "_group_" not in name
-    }
-    return ", ".join(f"{name} {value}" for name, value in told.items()) or "nothing"
+def _is_setting(name: str) -> bool:
+    """Whether an environment variable is a setting of gradstream, or names its data."""
+    return name == "GRADSTREAM_DATA" or (name.startswith(PREFIX) and name not in OTHER_VARIABLES)
+
+
+def _tail(said: str) -> str:
+    return escaped("\n".join(said.splitlines()[-TAIL_LINES:]), 4096, newlines=True)
+
+
+def _first_line(error: Exception) -> str:
+    return escaped(str(error).strip().partition("\n")[0], 512)
