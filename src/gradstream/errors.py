@@ -18,6 +18,7 @@
     ├── RefusedError                    a peer understood the request and said no
     │   └── JoinRefusedError            you: `gradstream join` with another token, file, data or version
     ├── ClosedError                     used after it was closed
+    │   └── PeerCancelledError          a peer has cancelled the stream
     └── InternalError                   our bug: please report it
         └── LentMemoryError             memory written while it was lent
 
@@ -51,6 +52,7 @@ __all__ = [
     "JoinRefusedError",
     "LentMemoryError",
     "NonFiniteError",
+    "PeerCancelledError",
     "PeerLostError",
     "PreflightError",
     "RefusedError",
@@ -169,23 +171,36 @@ class PeerLostError(GradstreamError, ConnectionError):
     """The connection to a peer broke. A request in flight was applied once or not at all.
 
     A push is safe to retry with the same sequence number; a fetch always is.
+
+    Args:
+        peer: name of the peer.
+        message: what happened.
+        nobody_listens: no process listens at the peer's address.
     """
 
     exit_status: ClassVar[int] = 4
 
-    def __init__(self, peer: str, message: str) -> None:
+    def __init__(self, peer: str, message: str, *, nobody_listens: bool = False) -> None:
         super().__init__(f"{peer}: {message}")
         self.peer = peer
+        self.nobody_listens = nobody_listens
 
 
 class DeadlineError(GradstreamError, TimeoutError):
-    """A peer was silent for longer than allowed. As after `PeerLostError`, a retry is safe."""
+    """A peer was silent for longer than allowed. As after `PeerLostError`, a retry is safe.
+
+    Args:
+        peer: name of the peer.
+        what: what has not come in time.
+        remedy: the likely cause, and what helps; "" where `what` says it.
+    """
 
     exit_status: ClassVar[int] = 4
 
-    def __init__(self, peer: str, message: str) -> None:
-        super().__init__(f"{peer}: {message}")
+    def __init__(self, peer: str, what: str, remedy: str = "") -> None:
+        super().__init__(f"{peer}: {what}" + (f": {remedy}" if remedy else ""))
         self.peer = peer
+        self.what = what
 
 
 class RefusedError(GradstreamError):
@@ -210,6 +225,15 @@ class DiskError(GradstreamError, OSError):
 
 class ClosedError(GradstreamError):
     """The object was used after it was closed."""
+
+
+class PeerCancelledError(ClosedError):
+    """A peer has cancelled the stream, for a `cause` of `v1.Cancel.Cause`; `reason` has it in words."""
+
+    def __init__(self, message: str, cause: int, reason: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.reason = reason
 
 
 class InternalError(GradstreamError):

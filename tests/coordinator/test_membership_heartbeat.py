@@ -84,6 +84,6 @@ def test_who_is_no_member_any_more_was_evicted_and_is_told_once(code: str) -> No
 
 
 def test_where_no_process_listens_the_coordinator_is_lost() -> None:
-    _, lost = watched(PeerLostError("coordinator", "connection refused"), 4 * DEADLINES.lease_s)
+    _, lost = watched(PeerLostError("coordinator", "gone", nobody_listens=True), 4 * DEADLINES.lease_s)
     [error] = lost
     assert isinstance(error, PeerLostError)

@@ -217,7 +217,7 @@ def test_a_newcomer_begins_where_its_stand_in_has_handed_over_to_it_and_no_earli
     assert told(stand_ins) == []
     node = nodes.get("worker-1")
     assert node is not None
-    assert node.enters == 10
+    assert node.first_round == 9
 
 
 def test_a_receipt_tells_of_the_parts_of_lost_workers_too() -> None:

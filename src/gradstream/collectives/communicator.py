@@ -27,6 +27,7 @@ from gradstream.errors import (
     ClosedError,
     DeadlineError,
     GradstreamError,
+    PeerCancelledError,
     PeerLostError,
     RefusedError,
 )
@@ -133,8 +134,6 @@ T = TypeVar("T")
 
 BEATS = 8  # signs of life within `silence_s`
 MESSAGE_BYTES = 1024  # longest text that is taken from a rank that reports a loss
-LOST = "lost by its group: "
-"""Prefix of the reason with which the other ranks cancel the stream of a lost rank."""
 LINGER_S = 5.0  # longest time that a leaving rank waits for the others to have received everything it sent
 
 
@@ -363,9 +362,9 @@ class Communicator:
     def _stream_ended(self, rank: int) -> None:
         """Breaks the group if the stream ended by a loss. A rank that left in order harms only operations."""
         error = self._streams[rank].failure
-        if isinstance(error, ClosedError) and LOST in str(error):  # others lost this rank, which wakes up now
-            reason = str(error).partition(LOST)[2]
-            self._break(LostRank(self._me, True, f"{LOST}{reason}; it was stopped or cut off"))
+        if isinstance(error, PeerCancelledError) and error.cause == v1.Cancel.LOST:  # it wakes up now
+            text = f"lost by its group: {error.reason}; it was stopped or cut off"
+            self._break(LostRank(self._me, True, text))
         elif isinstance(error, PeerLostError | DeadlineError):
             self._break(LostRank.of(self.names[rank], error))
         self._ended_ranks.add(rank)
@@ -416,9 +415,10 @@ class Communicator:
     def _cancel_links(self) -> None:
         """After this nothing writes the memory that streams and data sockets were to receive into."""
         for rank, stream in self._streams.items():
-            lost = self.loss is not None and self.loss.culprit == self.names[rank]
-            why = f"{LOST}{self.loss.message}" if lost and self.loss else f"{self._me} has left the group"
-            stream.cancel(why)
+            if self.loss is not None and self.loss.culprit == self.names[rank]:
+                stream.cancel(self.loss.message, v1.Cancel.LOST)
+            else:
+                stream.cancel(f"{self._me} has left the group")
         if self.data_sockets is not None:
             self.data_sockets.shut_down()
 

@@ -225,8 +225,7 @@ class Coordinator:
         phases = self.membership.phases
         if phases.phase != v1.Notice.ABORTED:
             return None
-        error, _, message = phases.reason.partition(": ")
-        return FailedEvent(culprit=phases.culprit, error=error, message=message, traceback="")
+        return FailedEvent(culprit=phases.culprit, error=phases.error, message=phases.reason, traceback="")
 
     async def close(self) -> None:
         """Stores what is left of the state and the events. The last call."""

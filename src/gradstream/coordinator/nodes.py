@@ -253,7 +253,8 @@ class Nodes(Lead):
         self.leaving.discard(node.name)
         self._nodes[node.name] = member = v1.Node()
         member.CopyFrom(node)
-        member.since, member.enters = self.epoch, 0
+        member.since = self.epoch
+        member.ClearField("first_round")
         self._in_order = None
 
     @property
@@ -265,7 +266,7 @@ class Nodes(Lead):
         """Lets a worker that waits begin with a round, with all parts of its replica."""
         self.entering.discard(name)
         for one in replica_of(self._nodes[name].rank, self.parts):
-            self._nodes[one].enters = number + 1
+            self._nodes[one].first_round = number
 
     def finish(self, name: str, *, relies: bool) -> None:
         """Notes that a worker has finished.

@@ -44,7 +44,7 @@ class PhaseService:
 
     async def end(self, last: v1.Notice, wait_s: float) -> None:
         """Tells the nodes that wait that no phase follows, by the run's last notice; for up to `wait_s`."""
-        self._tell(v1.Stretch(end=last.phase, reason=last.reason, culprit=last.culprit))
+        self._tell(v1.Stretch(end=last.phase, error=last.error, reason=last.reason, culprit=last.culprit))
         since_ns = self._runtime.now()
         while self._asking and (left_s := self._runtime.left_s(since_ns, wait_s)) > 0:
             await self._answered.rung(self._runtime, left_s)
@@ -107,7 +107,7 @@ async def phase_to_join(
                 raise
         await runtime.sleep(REDIAL_S)
     if now.end == v1.Notice.ABORTED:
-        raise RunAbortedError(now.culprit, now.reason)
+        raise RunAbortedError(now.culprit, now.error, now.reason)
     if now.end == v1.Notice.STOPPED:
         raise RunStoppedError("the run was stopped; it can be resumed")
     return None if now.end else (now.number, now.resume)

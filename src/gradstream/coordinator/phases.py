@@ -123,6 +123,7 @@ class Phases(Lead):
         stretch: see above.
         phase: the present phase.
         reason: why the run was aborted; "" if it was not.
+        error: name of the exception that the launcher raises then.
         culprit: name of the node that caused it.
         criterion: the stopping criterion that was reached; "" while none is.
         crossing: this phase of the job is over: all is in the model, or its criterion was reached.
@@ -130,7 +131,7 @@ class Phases(Lead):
         asked: somebody has asked the run to stop.
     """
 
-    KEPT = ("phase", "reason", "culprit", "criterion", "crossing", "grown", "chosen", "asked")
+    KEPT = ("phase", "reason", "error", "culprit", "criterion", "crossing", "grown", "chosen", "asked")
     """See `durable.state`."""
 
     def __init__(
@@ -149,6 +150,7 @@ class Phases(Lead):
         self.stretch = stretch
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
+        self.error = ""
         self.culprit = ""
         self.criterion = ""
         self._started = started
@@ -235,7 +237,8 @@ class Phases(Lead):
 
     def notice(self, notice: v1.Notice) -> None:
         """Adds the phase of the run, and why it has ended."""
-        notice.phase, notice.reason, notice.culprit = self.phase, self.reason, self.culprit
+        notice.phase, notice.culprit = self.phase, self.culprit
+        notice.error, notice.reason = self.error, self.reason
         notice.next_stretch = self.next_stretch
 
     def ask_to_stop(self, at_s: float) -> list[Instruction]:
@@ -295,7 +298,7 @@ class Phases(Lead):
             traceback: the user's traceback, if the user's code failed.
         """
         self.phase, self.culprit = v1.Notice.ABORTED, culprit
-        self.reason = f"{error}: {message}"
+        self.error, self.reason = error, message
         failed = FailedEvent(culprit=culprit, error=error, message=message, traceback=traceback)
         return [*self._snapshots.drop(), Emit(failed), Notify()]
 

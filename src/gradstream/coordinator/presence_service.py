@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.lead import Refuse
-from gradstream.errors import PeerLostError, RefusedError
-from gradstream.runtime.deadlines import STILL, to_wait_longer
+from gradstream.errors import DeadlineError, PeerLostError, RefusedError
+from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.runtime.tasks import Throttle, Wakeup
 from gradstream.telemetry.event_lines import EventError, parse_event
 from gradstream.telemetry.events import Event, RefusedEventsEvent
@@ -179,7 +179,7 @@ class PresenceService:
         self._presences: dict[str, _Presence] = {}
         self._told: _Told | None = None
         self._outdated = True
-        self._reasons: dict[str, str] = {}  # why nodes were lost
+        self._reasons: dict[str, str] = {}  # why nodes were lost, or may soon be
         context.endpoint.serve("join", self._serve_join, model=False)
         context.endpoint.serve("alive", self._serve_alive, model=False)
         context.endpoint.serve("resume", self._serve_resume, model=False)
@@ -209,7 +209,7 @@ class PresenceService:
         ):
             await stream.waiting([who])
             await context.runtime.sleep(min(RETURN_S, context.deadlines.lease_s / 2))
-            why = "another process has taken its place"
+            self._reasons[who] = why = "another process has taken its place"
             self._give_up(awaited, who, awaited.attempt, why, self.certificates.get(who, b""))
         await self._left(stream, who)
         while not (instructions := self._membership.join(request, context.age_s())):
@@ -250,7 +250,7 @@ class PresenceService:
         lease_s = self._context.deadlines.lease_s
         for node in self._membership.nodes.as_notice():
             why = f"did not come back within {lease_s:g} s after the coordinator was started again"
-            why = f"{why}; {to_wait_longer('lease_s')}"
+            self._reasons[node.name] = why = f"{why}; {to_wait_longer('lease_s')}"
             self._await(self._expect(node, None), node.name, why, self.certificates.get(node.name, b""))
         for shard in self._membership.nodes.missing_shards:
             self._await_shard(shard)
@@ -279,7 +279,6 @@ class PresenceService:
     def _remove(self, presence: _Presence, who: str, reason: str, certificate: bytes) -> None:
         del self._presences[who]
         presence.refusals.close()
-        self._reasons[who] = reason.partition(f": {STILL}")[0] or "it left"  # to the node itself, which knows
         context = self._context
         context.carry_out(self._membership.lost(who, reason, context.age_s(), certificate))
         if who in self._membership.nodes.missing_shards and not self._membership.phases.over:
@@ -288,17 +287,19 @@ class PresenceService:
 
     async def _attend(self, presence: _Presence, stream: Stream, who: str) -> None:
         """Serves a member over one stream, until the member leaves, is lost, or has another stream."""
-        reason = ""
+        reason, brief = "", "it left"
         try:
             listening, telling = self._listen(presence, stream, who), self._tell(presence, stream)
             await self._context.runtime.gather(listening, telling)
         except Exception as error:  # the stream is broken, or a message on it makes no sense
             reason = escaped(str(error).removeprefix(f"{who}: "), REASON_BYTES)
+            brief = escaped(error.what, REASON_BYTES) if isinstance(error, DeadlineError) else reason
             if isinstance(error, RefusedError):
                 stream.refuse(v1.BAD_REQUEST, error.reason)
         resumed = reason and presence.stream is not stream
         if resumed or self._presences.get(who) is not presence or self._context.keeper.superseded:
             return
+        self._reasons[who] = brief
         if reason and presence.attempt and presence.settled is not stream:
             presence.stream = None  # the member may have given up this attempt alone
             self._await(presence, who, reason, self.certificates.get(who, b""))

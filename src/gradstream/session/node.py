@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 import shlex
 import sys
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gradstream.coordinator import RunAbortedError, RunStoppedError
-from gradstream.errors import ConfigError, GradstreamError, Interrupted, PeerLostError, UserCodeError
+from gradstream.errors import ConfigError, Interrupted, UserCodeError
 from gradstream.job.job import Job
 from gradstream.model.base import Reduction
 from gradstream.run.failures import typed_error
@@ -193,7 +192,7 @@ class RunConnection:
             asyncio.run(run_worker(job, self._place.arguments))
         except RunAbortedError as aborted:
             self.aborted = True
-            bridge.over(_original_error(aborted))
+            bridge.over(typed_error(aborted.culprit, aborted.error, aborted.reason, ""))
         except RunStoppedError:
             bridge.over(self._interrupted())
         except BaseException as error:
@@ -207,11 +206,3 @@ class RunConnection:
             return Interrupted(None, "its newest checkpoint, on the first machine")
         path = Path(spec.run_dir)
         return Interrupted(path, newest_in(path), f"gradstream resume {shlex.quote(str(path))}")
-
-
-def _original_error(error: RunAbortedError) -> GradstreamError:
-    """The error with which another node has ended the run."""
-    found = re.match(r"(\w+): (.*)", error.reason, re.DOTALL)
-    if found is None:
-        return PeerLostError(error.culprit, error.reason)
-    return typed_error(error.culprit, found[1], found[2], "")

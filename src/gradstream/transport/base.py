@@ -126,7 +126,8 @@ class Stream(Protocol):
     """One conversation with a peer.
 
     Every method raises PeerLostError once the peer's process or connection is gone,
-    RefusedError once the peer has refused the stream, ClosedError once either side cancelled.
+    RefusedError once the peer has refused the stream, ClosedError once this side has cancelled it, and
+    PeerCancelledError once the peer has.
     """
 
     peer: str
@@ -213,8 +214,8 @@ class Stream(Protocol):
         """Called side only: ends the stream; the caller gets a RefusedError."""
         ...
 
-    def cancel(self, reason: str = "") -> None:
-        """Ends both sides at once, and drops frames that are queued on either side."""
+    def cancel(self, reason: str = "", cause: v1.Cancel.Cause = v1.Cancel.NO_MORE) -> None:
+        """Ends both sides at once, and drops frames that are queued on either side; the peer gets both arguments."""
         ...
 
 

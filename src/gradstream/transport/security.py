@@ -141,3 +141,8 @@ def explain(details: str) -> str:
             )
             return f"{meaning.format(now=f'{now:%Y-%m-%d %H:%M} UTC')}{clock}. {details}"
     return details
+
+
+def is_refused(details: str) -> bool:
+    """Whether a message of gRPC says that no process listens at the address: it has no code for that."""
+    return "connection refused" in details.lower()

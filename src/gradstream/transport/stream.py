@@ -21,7 +21,14 @@ from itertools import islice
 
 import torch
 
-from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
+from gradstream.errors import (
+    ClosedError,
+    DeadlineError,
+    GradstreamError,
+    PeerCancelledError,
+    PeerLostError,
+    RefusedError,
+)
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import STILL, to_wait_longer
@@ -41,9 +48,6 @@ from gradstream.transport.shm.leases import ReferenceLostError
 from gradstream.transport.silence import Broadcast, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
-
-EXPIRED = "deadline: "
-"""Prefix of the reason that a peer receives when it was silent for too long."""
 
 NAMES = 8
 """The most nodes that a peer hears it waits for: thousands may wait for thousands."""
@@ -250,9 +254,9 @@ class StreamCore:
         """See `Stream.refuse`. Does nothing if the stream is over already."""
         self.turn_away(v1.Refuse(code=code, message=message))
 
-    def cancel(self, reason: str = "") -> None:
+    def cancel(self, reason: str = "", cause: v1.Cancel.Cause = v1.Cancel.NO_MORE) -> None:
         """See `Stream.cancel`. Does nothing if the stream is over already."""
-        self._cancel(partial(ClosedError, self._text(f"cancelled by {self._me}", reason)), reason)
+        self._cancel(partial(ClosedError, self._text(f"cancelled by {self._me}", reason)), reason, cause)
 
     # ---- the endpoint's side ----------------------------------------------------------
 
@@ -346,9 +350,10 @@ class StreamCore:
             self._inbox.readable.ring()
             self._release_if_done()
         elif kind == "cancel":
-            reason = frame.cancel.reason
-            closed = partial(ClosedError, self._text(f"cancelled by {self.peer}", reason))
-            self._close(closed, drop=not self._state.peer_ended)
+            cancel = frame.cancel
+            text = self._text(f"cancelled by {self.peer}", cancel.reason)
+            cancelled = partial(PeerCancelledError, text, cancel.cause, cancel.reason)
+            self._close(cancelled, drop=not self._state.peer_ended)
         elif kind == "refuse" and not self.called:
             self._close(partial(refused_by, self.peer, frame.refuse), drop=False)
         else:
@@ -362,10 +367,11 @@ class StreamCore:
         else:
             self._cancel(partial(RefusedError, self._me, "BAD_REQUEST", message), message)
 
-    def broken(self, message: str) -> None:
-        """Ends the stream at this side: the connection or the peer is gone."""
+    def broken(self, message: str, *, nobody_listens: bool = False) -> None:
+        """Ends the stream at this side: the connection or the peer is gone, or nobody listens at its address."""
         text = f"{message} (stream {self.opened.method}); the last messages may not have arrived"
-        self._close(partial(PeerLostError, self.peer, text), drop=False)
+        lost = partial(PeerLostError, self.peer, text, nobody_listens=nobody_listens)
+        self._close(lost, drop=False)
 
     # ---- inside -----------------------------------------------------------------------
 
@@ -412,15 +418,15 @@ class StreamCore:
             why = f", after saying that it waits for {', '.join(on)}" if on else ""
             message = f"silent for {silence_s or 0.0:g} s in {self.opened.method} with {self._me}{why}"
             setting = "lease_s" if self.opened.method == "join" else "silence_s"
-            text = f"{message}: {STILL}; {to_wait_longer(setting)}"
-            self._cancel(partial(DeadlineError, self.peer, text), f"{EXPIRED}{message}")
+            silent = partial(DeadlineError, self.peer, message, f"{STILL}; {to_wait_longer(setting)}")
+            self._cancel(silent, message, v1.Cancel.SILENT)
 
-    def _cancel(self, failure: Failure, reason: str) -> None:
+    def _cancel(self, failure: Failure, reason: str, cause: v1.Cancel.Cause = v1.Cancel.NO_MORE) -> None:
         if self._state.released:
             self._inbox.clear()
             return
         self._carrier.drop()
-        self._carrier.transmit(v1.Frame(cancel=v1.Cancel(reason=reason)), None)
+        self._carrier.transmit(v1.Frame(cancel=v1.Cancel(reason=reason, cause=cause)), None)
         self._close(failure, drop=True)
 
     def _close(self, failure: Failure, *, drop: bool) -> None:

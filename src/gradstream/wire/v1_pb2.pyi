@@ -237,10 +237,20 @@ class Waiting(_message.Message):
     def __init__(self, on: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "cause")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NO_MORE: _ClassVar[Cancel.Cause]
+        SILENT: _ClassVar[Cancel.Cause]
+        LOST: _ClassVar[Cancel.Cause]
+    NO_MORE: Cancel.Cause
+    SILENT: Cancel.Cause
+    LOST: Cancel.Cause
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    cause: Cancel.Cause
+    def __init__(self, reason: _Optional[str] = ..., cause: _Optional[_Union[Cancel.Cause, str]] = ...) -> None: ...
 
 class End(_message.Message):
     __slots__ = ()
@@ -628,13 +638,13 @@ class Resharded(_message.Message):
     def __init__(self, first: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "role", "rank", "address", "incarnation", "enters", "since", "elsewhere")
+    __slots__ = ("name", "role", "rank", "address", "incarnation", "first_round", "since", "elsewhere")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    ENTERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROUND_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -642,10 +652,10 @@ class Node(_message.Message):
     rank: int
     address: str
     incarnation: int
-    enters: int
+    first_round: int
     since: int
     elsewhere: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., enters: _Optional[int] = ..., since: _Optional[int] = ..., elsewhere: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., first_round: _Optional[int] = ..., since: _Optional[int] = ..., elsewhere: bool = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer", "rows", "parts")
@@ -713,18 +723,20 @@ class AskStretch(_message.Message):
     def __init__(self, least: _Optional[int] = ...) -> None: ...
 
 class Stretch(_message.Message):
-    __slots__ = ("number", "resume", "end", "reason", "culprit")
+    __slots__ = ("number", "resume", "end", "reason", "culprit", "error")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
     resume: str
     end: Notice.Phase
     reason: str
     culprit: str
-    def __init__(self, number: _Optional[int] = ..., resume: _Optional[str] = ..., end: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ...) -> None: ...
+    error: str
+    def __init__(self, number: _Optional[int] = ..., resume: _Optional[str] = ..., end: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "dtype", "same_as")
@@ -739,7 +751,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_stretch", "unchanged")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "error", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_stretch", "unchanged")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
@@ -758,6 +770,7 @@ class Notice(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     PARTICIPATION_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
@@ -776,6 +789,7 @@ class Notice(_message.Message):
     phase: Notice.Phase
     reason: str
     culprit: str
+    error: str
     snapshot: Snapshot
     participation: Participation
     revoked: _containers.RepeatedScalarFieldContainer[bytes]
@@ -788,7 +802,7 @@ class Notice(_message.Message):
     first_epoch: int
     next_stretch: int
     unchanged: bool
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_stretch: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_stretch: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
 
 class Fenced(_message.Message):
     __slots__ = ("sender", "incarnation", "redos")

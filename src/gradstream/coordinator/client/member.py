@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable
 
-from gradstream.coordinator.client.presence import EvictedError, Heartbeat, Presence
+from gradstream.coordinator.client.presence import EvictedError, Heartbeat, Presence, was_silent
 from gradstream.coordinator.client.requests import Reporter, WorkerRequests
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.relay import RunClock
@@ -18,6 +18,7 @@ from gradstream.errors import (
     DeadlineError,
     GradstreamError,
     InternalError,
+    PeerCancelledError,
     PeerLostError,
     UserCodeError,
 )
@@ -25,7 +26,6 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import CarriersEvent, DamagedEvent
 from gradstream.transport.base import Endpoint, Priority
-from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.frames import itemsize_bytes
 
@@ -38,12 +38,14 @@ class RunAbortedError(GradstreamError):
 
     Args:
         culprit: name of the node.
+        error: name of the class of its exception.
         reason: what happened to it.
     """
 
-    def __init__(self, culprit: str, reason: str) -> None:
-        super().__init__(f"the run was aborted because of {culprit}: {reason}")
+    def __init__(self, culprit: str, error: str, reason: str) -> None:
+        super().__init__(f"the run was aborted because of {culprit}: {error}: {reason}")
         self.culprit = culprit
+        self.error = error
         self.reason = reason
 
 
@@ -126,8 +128,8 @@ class Member(Reporter):
     @property
     def first_round(self) -> int | None:
         """The round with which this node begins, where it has joined late; None while the coordinator has said none."""
-        enters = next((node.enters for node in self.notice.nodes if node.name == self.node.name), 0)
-        return enters - 1 if enters else None
+        own = next((node for node in self.notice.nodes if node.name == self.node.name), None)
+        return own.first_round if own is not None and own.HasField("first_round") else None
 
     @property
     def evicted(self) -> EvictedError | None:
@@ -305,14 +307,13 @@ class Member(Reporter):
             await self._runtime.gather(self._keep_hearing(presence), self._keep_beating(presence))
         except (RunAbortedError, RunStoppedError):
             pass  # `_hear` has kept it
-        except ClosedError as error:
-            if EXPIRED in str(error):
-                self._fail(EvictedError(self.node.name, str(error).partition(EXPIRED)[2]))
+        except PeerLostError as error:
+            self._fail(error)
+        except GradstreamError as error:
+            if isinstance(error, PeerCancelledError) and was_silent(error):
+                self._fail(EvictedError(self.node.name, error.reason))
             else:
                 self._fail(PeerLostError(COORDINATOR, str(error)))
-        except GradstreamError as error:
-            lost = isinstance(error, PeerLostError)
-            self._fail(error if lost else PeerLostError(COORDINATOR, str(error)))
         except Exception as error:
             self._fail(InternalError(f"membership of {self.node.name}: {error!r}"))
         finally:
@@ -339,7 +340,7 @@ class Member(Reporter):
             self._follow(notice)
         changed, self.notice = not again and notice != self.notice, notice
         if notice.phase == v1.Notice.ABORTED:
-            self._error = RunAbortedError(notice.culprit, notice.reason)
+            self._error = RunAbortedError(notice.culprit, notice.error, notice.reason)
         elif notice.phase == v1.Notice.STOPPED and notice.next_stretch:
             self._error = PhaseOverError(notice.next_stretch)
         elif notice.phase == v1.Notice.STOPPED:

@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import Callable
 
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.errors import DeadlineError, GradstreamError, PeerLostError, RefusedError
+from gradstream.errors import DeadlineError, GradstreamError, PeerCancelledError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.tasks import Wakeup
 from gradstream.transport.base import Endpoint, Priority, Stream
-from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 
 # ---- presence ----------------------------------------------------------------------------
@@ -111,7 +110,8 @@ class Presence:
         Raises:
             RefusedError: the new process does not know this node.
         """
-        if not self.comes_back or isinstance(error, DeadlineError | RefusedError) or EXPIRED in str(error):
+        decided = isinstance(error, DeadlineError | RefusedError) or was_silent(error)
+        if not self.comes_back or decided:
             return False
         heard_ns = stream.heard_ns
         while self._stream is stream and self._runtime.left_s(heard_ns, self._deadlines.patience_s) > 0:
@@ -201,6 +201,11 @@ class Presence:
         self._stream.cancel(reason)
 
 
+def was_silent(error: GradstreamError) -> bool:
+    """Whether the coordinator has cancelled the stream because this node was silent for longer than its lease."""
+    return isinstance(error, PeerCancelledError) and error.cause == v1.Cancel.SILENT
+
+
 async def _send(stream: Stream, beat: v1.Beat) -> None:
     await stream.send(v1.Frame(body=v1.Body(data=beat.SerializeToString())))
 
@@ -218,9 +223,6 @@ _log = logging.getLogger(__name__)
 
 MAX_TRIES = 8
 """Most attempts at a time; half of the connections that the coordinator allows a node (`LIMITS.sessions`)."""
-
-REFUSED = "refused"
-"""Every operating system says this of a port at which no process listens."""
 
 
 class EvictedError(GradstreamError):
@@ -323,7 +325,7 @@ class Heartbeat:
             if error.code in EVICTED:  # other refusals may pass, such as too many connections
                 self._lose(EvictedError(self._runtime.node, error.reason))
         except PeerLostError as error:
-            if REFUSED in str(error).lower() and not self._presence.comes_back:
+            if error.nobody_listens and not self._presence.comes_back:
                 self._lose(error)
         except GradstreamError:
             pass  # the next attempt may succeed

@@ -219,7 +219,7 @@ class PendingPushRequest:
             loss=update.loss,
             vector=update.target,
             rows=partial,
-            stands_for=0 if update.stands_for is None else update.stands_for + 1,
+            stands_for=update.stands_for,
             base_version=max(0, min(update.base_version)) if partial else 0,
             batches=update.names,
             settled=update.settled,

@@ -139,8 +139,10 @@ class Inspection:
         self.rank(sender)
         if request.command not in (v1.Push.APPLY, v1.Push.ASSIGN):
             raise self.bad(sender, f"push command {request.command}; expected APPLY or ASSIGN")
-        if request.stands_for and self.stand_ins.get(request.stands_for - 1) != sender:
-            what = f"{sender} pushes for worker-{request.stands_for - 1}, for which another worker or none stands in"
+        if request.HasField("stands_for") and self.stand_ins.get(request.stands_for) != sender:
+            what = (
+                f"{sender} pushes for worker-{request.stands_for}, for which another worker or none stands in"
+            )
             if opened.epoch > mine.epoch:
                 known = f"as far as this shard knows at epoch {mine.epoch}"
                 raise RefusedError(mine.name, "STALE_EPOCH", f"{what}, {known}; try again")

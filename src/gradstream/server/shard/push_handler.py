@@ -214,7 +214,7 @@ class PushHandler:
         sender = request.behalf if redone else opened
         header = PushHeader(
             sender=sender.sender,
-            rank=request.stands_for - 1 if request.stands_for else rank_of(sender.sender),
+            rank=request.stands_for if request.HasField("stands_for") else rank_of(sender.sender),
             incarnation=sender.incarnation,
             sequence=request.sequence,
             samples=request.samples if part is not None or request.rows else 0,

@@ -25,7 +25,7 @@ from gradstream.transport.grpc.connection import (
     GrpcConnection,
     is_cancelled,
 )
-from gradstream.transport.security import explain
+from gradstream.transport.security import explain, is_refused
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -259,7 +259,8 @@ class OutgoingCall(GrpcCarrier):
             stream.arrived(v1.Frame(refuse=refusal_of(error)), None)
         except PeerLostError as error:
             self._waiting = None
-            stream.broken(str(error).removeprefix(f"{stream.peer}: "))
+            text = str(error).removeprefix(f"{stream.peer}: ")
+            stream.broken(text, nobody_listens=error.nobody_listens)
         except asyncio.CancelledError:
             self._waiting = None
             stream.broken("the connection was closed by this side")
@@ -322,4 +323,5 @@ class OutgoingCall(GrpcCarrier):
         if code is grpc.StatusCode.UNAUTHENTICATED:
             stream.broken("its session has ended with the connection that it belonged to")
         else:
-            stream.broken(f"{code.name}: {explain(details or '')}")
+            details = details or ""
+            stream.broken(f"{code.name}: {explain(details)}", nobody_listens=is_refused(details))

@@ -24,7 +24,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport import proof
 from gradstream.transport.base import Identity, refused_by
 from gradstream.transport.methods import LIMITS
-from gradstream.transport.security import explain
+from gradstream.transport.security import explain, is_refused
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_FRAME_BYTES, PROTOCOL, DamagedError, FrameError, decode, seal, unseal
 from gradstream.wire.window import SequenceWindow
@@ -328,8 +328,9 @@ class GrpcConnection:
         if message is EOF:
             code, details = await call.code(), await call.details()
             self.ended(code)
-            ended = code is grpc.StatusCode.OK
-            raise self._lost("it has ended the call" if ended else f"{code.name}: {explain(details or '')}")
+            if code is grpc.StatusCode.OK:
+                raise self._lost("it has ended the call")
+            raise self._call_failed(code, details)
         try:
             return decode(cast(bytes, message))[0]
         except FrameError as error:
@@ -340,10 +341,14 @@ class GrpcConnection:
     def _lost(self, text: str) -> PeerLostError:
         return PeerLostError(self._peer, text)
 
+    def _call_failed(self, code: grpc.StatusCode, details: str | None) -> PeerLostError:
+        text = f"{code.name}: {explain(details or '')}"
+        return PeerLostError(self._peer, text, nobody_listens=is_refused(details or ""))
+
     def _failed(self, error: BaseException) -> PeerLostError:
         if isinstance(error, grpc.aio.AioRpcError):
             self.ended(error.code())
-            return self._lost(f"{error.code().name}: {explain(error.details() or '')}")
+            return self._call_failed(error.code(), error.details())
         return self._lost(f"the connection was lost: {error!r}")
 
 

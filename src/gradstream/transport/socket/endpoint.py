@@ -306,7 +306,8 @@ class SocketEndpoint(EndpointCore):
         except FrameError as error:
             multiplexer.fail(f"the program that answers at {address} is no node of gradstream: {error}")
         except OSError as error:
-            multiplexer.fail(f"nobody listens at {address} ({error.strerror or error})")
+            text = f"nobody listens at {address} ({error.strerror or error})"
+            multiplexer.fail(text, nobody_listens=isinstance(error, ConnectionRefusedError))
 
     async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> PeerSocket:
         """Makes a connection on which each side has proved its identity to the other."""

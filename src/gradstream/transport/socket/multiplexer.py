@@ -306,14 +306,14 @@ class Multiplexer:
         """See `Owner.damaged`."""
         self._on_damage(self.peer, size_bytes)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, nobody_listens: bool = False) -> None:
         """Closes the connections and breaks the streams."""
         if self.over:
             return
         self.close()
         for carrier in list(self._streams.values()):
             if carrier.stream is not None:
-                carrier.stream.broken(message)
+                carrier.stream.broken(message, nobody_listens=nobody_listens)
         self._streams.clear()
         self._on_lost(self)
 
