@@ -13,7 +13,7 @@ from gradstream.checkpoint import (
     TensorSpec,
     prune,
 )
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Cost, Exponential, SimulationConfig
 

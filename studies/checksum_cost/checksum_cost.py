@@ -42,7 +42,7 @@ from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, Placement
-from gradstream.wire.window import checksum
+from gradstream.wire.frames import checksum
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import command_line, keep, origin

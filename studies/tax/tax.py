@@ -66,7 +66,7 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they 
     },
     "ledger": {
         "gradstream.data.ledger:Ledger.receipt": NEEDED,
-        "gradstream.data.hands:Hands.hand_out": NEEDED,
+        "gradstream.data.leases:Leases.hand_out": NEEDED,
         "gradstream.server.shard.kept_pushes:KeptPushes.note": None,
     },
     "fencing": {

@@ -27,7 +27,7 @@ from gradstream.checkpoint.folder import data_offset
 from gradstream.checkpoint.format import header_of, parse, spec_of
 from gradstream.checkpoint.policy import KeptCheckpoint
 from gradstream.coordinator.snapshot_rounds import LastAttempt
-from gradstream.data.progress import DataProgress, merged
+from gradstream.data.base import DataProgress, merged
 from gradstream.errors import DataError
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares

@@ -15,6 +15,7 @@ import torch
 
 from gradstream.collectives.group import Group, slice_of
 from gradstream.collectives.shm import barrier, operations
+from gradstream.collectives.shm.barrier import finish
 from gradstream.collectives.shm.group import SharedCore, SharedGroup
 from gradstream.collectives.shm.native import COUNT, PATIENT, native
 from gradstream.collectives.shm.operations import (
@@ -33,7 +34,6 @@ from gradstream.collectives.shm.rendezvous import (
     RendezvousMembers,
     available,
 )
-from gradstream.collectives.shm.steps import finish
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime import RealRuntime

@@ -21,7 +21,7 @@ from gradstream.collectives.shm.group import SharedGroup
 from gradstream.collectives.shm.group import SharedCore
 from gradstream.collectives.shm.native import LOOKS, LOOKS_NS
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
-from gradstream.collectives.shm.steps import finish
+from gradstream.collectives.shm.barrier import finish
 from gradstream.collectives.shm.operations import WeightedSum
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime

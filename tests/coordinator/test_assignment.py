@@ -17,7 +17,7 @@ import gradstream as gs
 from gradstream.coordinator.assignment import MOST, BatchAssignment
 from gradstream.data import EpochPlan, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.base import BatchRef
-from gradstream.data.hands import Copy, Hands
+from gradstream.data.leases import Copy, Leases
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import ConfigError
 from gradstream.runtime.simulation import Cost, Exponential, SimulationConfig
@@ -148,7 +148,7 @@ def test_a_worker_is_denied_minibatches_only_while_the_others_go_on(taken: int, 
         assignment.took(0, WorkerSpeed(4, 4, 4 / 10.0), present)
         assignment.took(1, WorkerSpeed(4, 4, 4 / 0.2), present)
     assert not assignment.block(1, present, 0, 0.0)
-    ledger.hands.hand_out(0, taken, 1)
+    ledger.leases.hand_out(0, taken, 1)
     assert not assignment.block(1, present, 0, until_s - 0.01)
     assert assignment.block(1, present, 0, until_s + 0.01)
 
@@ -193,13 +193,13 @@ def test_idle_workers_that_ask_again_cost_one_look_at_the_portions(monkeypatch: 
     """All that wait ask again at each receipt: with a look for each, a pass of W workers takes W cubed."""
     size = 64
     workers = Workers(QueuePlan(size, 1, size), [1.0] * size, epochs=2, in_passes=True)
-    looks, copies = Counter[str](), Hands.copies
+    looks, copies = Counter[str](), Leases.copies
 
-    def counted(hands: Hands) -> list[Copy]:
+    def counted(leases: Leases) -> list[Copy]:
         looks["copies"] += 1
-        return copies(hands)
+        return copies(leases)
 
-    monkeypatch.setattr(Hands, "copies", counted)
+    monkeypatch.setattr(Leases, "copies", counted)
     portions = [workers.assignment.block(rank, workers.present, 0, 0.0)[0] for rank in range(size)]
     for rank in workers.present:
         workers.assignment.took(rank, WorkerSpeed(4, 4, 4, 0), workers.present)
@@ -208,7 +208,7 @@ def test_idle_workers_that_ask_again_cost_one_look_at_the_portions(monkeypatch: 
         asked = [workers.assignment.block(one, workers.present, 0, 1.0) for one in range(rank + 1)]
         assert not any(asked)  # nobody is late
     assert looks["copies"] == size // 2
-    workers.ledger.hands.fence(0)
+    workers.ledger.leases.fence(0)
     assert workers.assignment.block(0, workers.present, 0, 9.0) == ()
     assert workers.assignment.block(1, workers.present, 0, 9.0)  # the others are late by now
 

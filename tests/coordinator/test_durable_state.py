@@ -17,7 +17,7 @@ from gradstream.coordinator.durable.state import KeptState, StateError, decode, 
 from gradstream.coordinator.durable.store import STORE, StateStore, SupersededError
 from gradstream.coordinator.membership import Membership
 from gradstream.data.feed import QueuePlan
-from gradstream.data.hands import AssignableBatches, Hands, Receipts
+from gradstream.data.leases import AssignableBatches, Leases, Receipts
 from gradstream.data.ledger import Ledger
 from gradstream.data.shares import WorkerSpeed
 from gradstream.run.nodes import _membership, _started
@@ -132,23 +132,23 @@ def _queue(again: bool) -> Ledger:
     """A ledger; `again`, with a minibatch that another worker had before, and one whose gradient was refused."""
     ledger = Ledger(QueuePlan(12, 2, 3), epochs=1)
     if again:
-        ledger.hands.hand_out(2, 1)
+        ledger.leases.hand_out(2, 1)
         ledger.lost(2)
-        ledger.refuse(ledger.hands.hand_out(0, 2)[1], 2)
-        ledger.hands.pause(1)
+        ledger.refuse(ledger.leases.hand_out(0, 2)[1], 2)
+        ledger.leases.pause(1)
     return ledger
 
 
 def test_what_workers_have_is_in_the_rows_of_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of the rows are a part of the format of the store."""
     stored = KeptState({"ledger": _queue(again=True)}).rows()
-    names = "_again _counts _hands _left_out _lost _paused _refused _sequences num_complete num_receipts num_samples"
+    names = "_again _counts _leased _left_out _lost _paused _refused _sequences num_complete num_receipts num_samples"
     assert sorted(stored) == [f"ledger.{name}" for name in names.split()]
     found = _queue(again=False)
     KeptState({"ledger": found}).restore(stored)
     _equal(_queue(again=True), found, set(), "ledger")
-    for name in Hands.KEPT:  # planted: an attribute that is not kept
-        monkeypatch.setattr(Hands, "KEPT", [one for one in Hands.KEPT if one != name])
+    for name in Leases.KEPT:  # planted: an attribute that is not kept
+        monkeypatch.setattr(Leases, "KEPT", [one for one in Leases.KEPT if one != name])
         forgetful = _queue(again=False)
         KeptState({"ledger": forgetful}).restore(KeptState({"ledger": _queue(again=True)}).rows())
         with pytest.raises(AssertionError):

@@ -23,7 +23,7 @@ from gradstream.errors import GradstreamError, RefusedError
 from gradstream.server.aggregation import rank_of
 from gradstream.telemetry.events import FailedEvent, StartedEvent
 from gradstream.wire import v1
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow
 from membership_cluster import Cluster, diligent, shard, worker
 
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)

@@ -27,7 +27,7 @@ def lost() -> tuple[Ledger, OrphanedPushes, list[BatchRef]]:
             if rank != 1:
                 nodes.add(v1.Node(name=name, role=name.partition("-")[0], rank=rank, incarnation=1))
     ledger = Ledger(PartitionPlan(18, WORKERS, 2), epochs=1)
-    refs = list(ledger.hands.hand_out(1, 3))
+    refs = list(ledger.leases.hand_out(1, 3))
     orphans = OrphanedPushes(SampleProgress(ledger, None, None), nodes, redoes=True)
     lose(orphans, 1, LOST)
     return ledger, orphans, refs

@@ -17,8 +17,7 @@ from gradstream._simulate import simulate
 from gradstream.coordinator.shares import ShareBalance
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import feed_of, plan_of
-from gradstream.data.joined import JoinedPlan
-from gradstream.data.plan import PartitionPlan, RoundPlan
+from gradstream.data.plan import JoinedPlan, PartitionPlan, RoundPlan
 from gradstream.data.shares import WorkerSpeed, begins_window, divided_by_speed, window_end
 from gradstream.errors import ConfigError, InternalError
 from gradstream.report.figures import figures_of

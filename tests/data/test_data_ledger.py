@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.data import BatchRef, EpochPlan, Ledger, PartitionPlan, QueuePlan, RoundPlan
-from gradstream.data.hands import Unassigned
+from gradstream.data.leases import Unassigned
 from gradstream.data.stream import StreamPlan
 from gradstream.errors import ConfigError, InternalError
 
@@ -36,7 +36,7 @@ def test_a_run_without_losses() -> None:
             assert not ledger.receipt(ref, partition)
     assert ledger.finished
     assert all(ledger.complete(epoch) and ledger.reassigned(epoch) == 0 for epoch in range(3))
-    assert ledger.hands.hand_out(0, 10) == ()
+    assert ledger.leases.hand_out(0, 10) == ()
 
 
 def taken(plan: EpochPlan, refs: Sequence[BatchRef]) -> list[tuple[int, int]]:
@@ -46,29 +46,29 @@ def taken(plan: EpochPlan, refs: Sequence[BatchRef]) -> list[tuple[int, int]]:
 
 def test_from_a_queue_each_takes_the_next_ones() -> None:
     ledger = Ledger(QueuePlan(9, 2, 2), epochs=2)
-    assert ledger.hands.unassigned(0) == Unassigned(epoch=5, run=10)
-    assert ledger.hands.hand_out(0, 2) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1))
-    assert ledger.hands.hand_out(1, 1) == (BatchRef(0, 0, 2),)
-    assert ledger.hands.unassigned(1) == Unassigned(epoch=2, run=7)
-    assert ledger.hands.hand_out(1, 9)[1:3] == (BatchRef(0, 0, 4), BatchRef(1, 0, 0))
-    assert ledger.hands.unassigned(0) == Unassigned(epoch=0, run=0)
-    assert ledger.hands.hand_out(0, 1) == ()
-    assert (ledger.hands.in_hand(0), ledger.hands.in_hand(1)) == (2, 8)
+    assert ledger.leases.unassigned(0) == Unassigned(epoch=5, run=10)
+    assert ledger.leases.hand_out(0, 2) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1))
+    assert ledger.leases.hand_out(1, 1) == (BatchRef(0, 0, 2),)
+    assert ledger.leases.unassigned(1) == Unassigned(epoch=2, run=7)
+    assert ledger.leases.hand_out(1, 9)[1:3] == (BatchRef(0, 0, 4), BatchRef(1, 0, 0))
+    assert ledger.leases.unassigned(0) == Unassigned(epoch=0, run=0)
+    assert ledger.leases.hand_out(0, 1) == ()
+    assert (ledger.leases.in_hand(0), ledger.leases.in_hand(1)) == (2, 8)
     assert ledger.receipt(BatchRef(0, 0, 1), 0)
-    assert (ledger.hands.in_hand(0), ledger.num_receipts, ledger.num_samples) == (1, 1, 2)
+    assert (ledger.leases.in_hand(0), ledger.num_receipts, ledger.num_samples) == (1, 1, 2)
 
 
 def test_minibatches_of_a_lost_worker_are_assigned_again_once() -> None:
     ledger = Ledger(QueuePlan(8, 1, 3), epochs=1)
-    first, second = ledger.hands.hand_out(1, 3), ledger.hands.hand_out(0, 2)
+    first, second = ledger.leases.hand_out(1, 3), ledger.leases.hand_out(0, 2)
     assert ledger.receipt(first[1], 1)
     assert (ledger.lost(1), ledger.lost(1)) == (2, 0)
-    assert ledger.hands.unassigned(0) == Unassigned(epoch=5, run=5)
-    assert ledger.hands.hand_out(1, 9) == ()
-    assert ledger.hands.hand_out(2, 3) == (first[0], first[2], BatchRef(0, 0, 5))
+    assert ledger.leases.unassigned(0) == Unassigned(epoch=5, run=5)
+    assert ledger.leases.hand_out(1, 9) == ()
+    assert ledger.leases.hand_out(2, 3) == (first[0], first[2], BatchRef(0, 0, 5))
     assert ledger.lost(2) == 3  # the taker dies, too
     assert ledger.receipt(first[2], 2)  # was on its way then
-    assert ledger.hands.hand_out(0, 9) == (first[0], *(BatchRef(0, 0, batch) for batch in (5, 6, 7)))
+    assert ledger.leases.hand_out(0, 9) == (first[0], *(BatchRef(0, 0, batch) for batch in (5, 6, 7)))
     for ref in (*second, first[0], *(BatchRef(0, 0, batch) for batch in (5, 6, 7))):
         assert ledger.receipt(ref, 0)
     assert ledger.finished
@@ -80,16 +80,16 @@ def test_minibatches_of_several_sizes_cover_an_epoch() -> None:
     assert (plan.unit, plan.sizes, plan.per_step) == (4, (3, 1), 4)
     ledger = Ledger(plan, epochs=2)
     assert ledger.num_planned == 13  # 2 · 50 samples are 6.25 steps of two workers, and a bit
-    large = ledger.hands.hand_out(0, 3, size=3)
-    small = ledger.hands.hand_out(1, 2, size=1)
-    rest = ledger.hands.hand_out(0, 9, size=3)
+    large = ledger.leases.hand_out(0, 3, size=3)
+    small = ledger.leases.hand_out(1, 2, size=1)
+    rest = ledger.leases.hand_out(0, 9, size=3)
     assert large == tuple(BatchRef(0, 0, batch, 3) for batch in (0, 3, 6))
     assert small == (BatchRef(0, 0, 9), BatchRef(0, 0, 10))
     assert taken(plan, rest)[:3] == [(0, 6), (1, 12), (1, 12)]
     done = np.concatenate([plan.ids(ref) for ref in (*large, *small, rest[0])])
     assert sorted(done) == list(range(50))
     ledger.lost(0)
-    assert ledger.hands.hand_out(1, 2, size=1) == (
+    assert ledger.leases.hand_out(1, 2, size=1) == (
         BatchRef(0, 0, 0),
         BatchRef(0, 0, 1),
     )  # in pieces of its own size
@@ -101,9 +101,9 @@ def test_minibatches_of_several_sizes_cover_an_epoch() -> None:
 
 def test_a_worker_takes_of_its_own_partition_and_then_of_the_fullest_of_that_epoch() -> None:
     ledger = Ledger(PartitionPlan(12, 1, 3), epochs=2)
-    assert ledger.hands.hand_out(2, 3) == tuple(BatchRef(0, 2, batch) for batch in range(3))
-    ledger.hands.hand_out(1, 1)
-    mine = ledger.hands.hand_out(0, 9)
+    assert ledger.leases.hand_out(2, 3) == tuple(BatchRef(0, 2, batch) for batch in range(3))
+    ledger.leases.hand_out(1, 1)
+    mine = ledger.leases.hand_out(0, 9)
     assert mine == (
         *(BatchRef(0, 0, batch) for batch in range(4)),
         *(BatchRef(0, 1, batch) for batch in range(1, 4)),
@@ -118,10 +118,10 @@ def test_a_worker_takes_of_its_own_partition_and_then_of_the_fullest_of_that_epo
 def test_workers_take_over_only_a_lost_workers_stream_before_the_end() -> None:
     plan = StreamPlan((2, 2, 2), rounds=None, endless=False, typical_size=8)
     ledger = Ledger(plan, epochs=2)
-    assert ledger.hands.hand_out(0, 3) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1), BatchRef(1, 0, 0))
+    assert ledger.leases.hand_out(0, 3) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1), BatchRef(1, 0, 0))
     ledger.lost(2)
-    assert ledger.hands.hand_out(0, 2) == (BatchRef(0, 2, 0), BatchRef(0, 2, 1))
-    assert ledger.hands.hand_out(0, 9) == (
+    assert ledger.leases.hand_out(0, 2) == (BatchRef(0, 2, 0), BatchRef(0, 2, 1))
+    assert ledger.leases.hand_out(0, 9) == (
         BatchRef(1, 0, 1), BatchRef(1, 2, 0), BatchRef(1, 2, 1),
         *(BatchRef(epoch, 1, batch) for epoch in (0, 1) for batch in (0, 1)),
     )  # fmt: skip
@@ -153,7 +153,7 @@ def test_steps_end_a_run() -> None:
 def test_steps_of_a_queue_are_those_of_each_worker() -> None:
     ledger = Ledger(QueuePlan(20, 2, 3), steps=5)
     assert (ledger.most_begun, ledger.num_planned, ledger.num_epochs) == (15, 15, 2)
-    assert len(ledger.hands.hand_out(1, 99)) == 15
+    assert len(ledger.leases.hand_out(1, 99)) == 15
 
 
 def test_batches_without_samples_need_receipts() -> None:
@@ -181,12 +181,12 @@ def test_a_long_run_is_as_small_as_a_short_one() -> None:
     ledger = Ledger(PartitionPlan(10, 1, 2), epochs=10**12)
     ledger.lost(1)
     for epoch in range(100):
-        for ref in ledger.hands.hand_out(0, 10):
+        for ref in ledger.leases.hand_out(0, 10):
             ledger.receipt(ref, 0)
         assert ledger.complete(epoch)
     assert not any(sequence.ahead or sequence.returned for sequence in ledger._sequences)
-    assert not any(ledger.hands._hands.values())
-    assert not ledger.hands._again
+    assert not any(ledger.leases._leased.values())
+    assert not ledger.leases._again
 
 
 @settings(max_examples=150)
@@ -210,7 +210,7 @@ def test_any_history_ends_with_every_sample_once(
             ledger.lost(rank)
         elif not hands[rank]:
             size = rng.choice((1, 2)) if kind is QueuePlan else 1
-            hands[rank] += ledger.hands.hand_out(rank, rng.randint(1, 4), size)
+            hands[rank] += ledger.leases.hand_out(rank, rng.randint(1, 4), size)
         else:
             late.append((hands[rank].pop(0), rank))
         if rng.random() < 0.5:

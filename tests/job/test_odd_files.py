@@ -13,7 +13,7 @@ import gradstream as gs
 from gradstream.checkpoint.folder import data_offset
 from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Manifest, Resume, seal_of
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.overrides import optimizer_of_text
 from gradstream.job.settings import apply, from_texts, from_toml

@@ -15,7 +15,7 @@ import pytest
 from gradstream._train import _new_run_dir
 from gradstream.checkpoint.format import load_file
 from gradstream.checkpoint.manifest import Manifest, seal_of
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job
 from gradstream.run.files import read_config, read_record

@@ -323,7 +323,7 @@ def test_the_ledger_drops_a_refused_minibatch_once() -> None:
         partitioning="queue", batch_size=4, workers=2, seed=0, shares=None, epochs=1, steps=None
     )
     ledger = Ledger(plan_of(numbered(16), spec), epochs=1)
-    one, other, *_ = ledger.hands.hand_out(0, 2)
+    one, other, *_ = ledger.leases.hand_out(0, 2)
     ledger.refuse(one, 4)
     assert (ledger.num_samples, dict(ledger.dropped)) == (0, {})
     ledger.receipt(one, 0)
@@ -331,7 +331,7 @@ def test_the_ledger_drops_a_refused_minibatch_once() -> None:
     assert (ledger.num_samples, dict(ledger.dropped)) == (0, {0: 4})
     ledger.refuse(other, 4)
     ledger.lost(0)  # another worker computes it, and its gradient is good
-    (again,) = (ref for ref in ledger.hands.hand_out(1, 4) if ref == other)
+    (again,) = (ref for ref in ledger.leases.hand_out(1, 4) if ref == other)
     ledger.receipt(again, 1)
     assert (ledger.num_samples, dict(ledger.dropped)) == (4, {0: 4})
     with pytest.raises(gs.errors.InternalError):

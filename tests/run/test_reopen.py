@@ -15,7 +15,7 @@ from safetensors.numpy import save
 import gradstream as gs
 from gradstream.checkpoint.manifest import FileEntry, Manifest
 from gradstream.cli import main
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.job.files import load_job
 from gradstream.run.result import kept_parameters
 

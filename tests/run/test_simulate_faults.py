@@ -21,7 +21,7 @@ from gradstream.server.shard.state import ShardState
 from gradstream.strategies import Downpour, ServerWorker, Strategy
 from gradstream.testing.runs import QUICK
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow
 from gradstream.worker.server.replica import ServerReplica
 
 NUM_SAMPLES = 24

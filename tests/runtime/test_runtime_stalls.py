@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradstream.runtime import VirtualCluster
 from gradstream.runtime.deadlines import Deadlines, Stalls, StallWatch
 from gradstream.runtime.real import RealRuntime
-from gradstream.transport.silence import Broadcast, Silence
+from gradstream.runtime.tasks import Broadcast, Silence
 
 S = 1_000_000_000
 

@@ -33,7 +33,7 @@ from gradstream.transport.grpc.connection import CHALLENGE, METHOD, SESSION
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.socket import framing
 from gradstream.transport.socket.tcp import TcpEndpoint
-from gradstream.wire import frames, v1, window
+from gradstream.wire import frames, v1
 from gradstream.wire.chunks import ChunkMap, Placement
 
 ELEMS, CHUNK_ELEMS, FINGERPRINT = 100, 64, 7
@@ -346,7 +346,7 @@ def test_a_connection_within_the_machine_or_over_tls_hashes_nothing(
         async with training(carrier, **how) as trained:
             with monkeypatch.context() as patched:
                 hashing = Mock(wraps=xxhash)
-                patched.setattr(window, "xxhash", hashing)
+                patched.setattr(frames, "xxhash", hashing)
                 await trained.step()
             return bool(hashing.mock_calls)
 

@@ -17,7 +17,7 @@ from gradstream.server.shard.state import (
     Supersede,
 )
 from gradstream.strategies.synchronous import SynchronousRound
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow
 
 
 def contribution(

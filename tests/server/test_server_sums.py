@@ -34,7 +34,7 @@ from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.wire.chunks import ChunkMap
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow
 from gradstream.worker.server.replica import ServerReplica
 
 NUM_SAMPLES = 24

@@ -223,7 +223,7 @@ class Owners:
         self.lost: set[int] = set()
 
     def ask(self, rank: int) -> None:
-        self.in_hand[rank] += self.ledger.hands.hand_out(rank, 2)
+        self.in_hand[rank] += self.ledger.leases.hand_out(rank, 2)
 
     def take(self, rank: int) -> None:
         """A minibatch is begun, and gets its receipt before anything else happens."""
@@ -234,12 +234,12 @@ class Owners:
             assert self.ledger.receipt(ref, rank)
 
     def hold(self, rank: int) -> None:
-        assert self.ledger.hands.pause(rank) == len(self.in_hand[rank])
+        assert self.ledger.leases.pause(rank) == len(self.in_hand[rank])
         self.held.add(rank)
         self.in_hand[rank].clear()
 
     def let_in(self, rank: int) -> None:
-        self.ledger.hands.resume(rank)
+        self.ledger.leases.resume(rank)
         self.held.discard(rank)
 
     def lose(self, rank: int) -> None:

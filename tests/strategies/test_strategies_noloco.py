@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream.collectives.meetings import Meetings
+from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError
@@ -84,9 +84,9 @@ def test_the_comparison_sees_a_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_comparison_sees_the_vectors_of_the_round_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    meet, kept = Meetings.meet, dict[str, list[torch.Tensor]]()
+    meet, kept = PairwiseExchange.swap, dict[str, list[torch.Tensor]]()
 
-    async def late(self: Meetings, number: int, partner: str, given: Any, into: Any) -> str:
+    async def late(self: PairwiseExchange, number: int, partner: str, given: Any, into: Any) -> str:
         why = await meet(self, number, partner, given, into)
         fresh = [one.tensor.clone() for one in into]
         for span, old in zip(into, kept.get(self._me, fresh), strict=True):
@@ -94,7 +94,7 @@ def test_the_comparison_sees_the_vectors_of_the_round_before(monkeypatch: pytest
         kept[self._me] = fresh
         return why
 
-    monkeypatch.setattr(Meetings, "meet", late)
+    monkeypatch.setattr(PairwiseExchange, "swap", late)
     assert distance_from_the_paper(4, 3, monkeypatch) > 1e-3
 
 

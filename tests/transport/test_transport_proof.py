@@ -14,8 +14,7 @@ from gradstream.transport.base import Identity
 from gradstream.transport.grpc.connection import CallerSession, PeerSession, Sessions, proved
 from gradstream.transport.methods import LIMITS
 from gradstream.wire import v1
-from gradstream.wire.frames import PROTOCOL
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import PROTOCOL, SequenceWindow
 from kit.bare import Bare
 
 SHARD = Identity("job", "shard-0", 1, secret=SECRET)

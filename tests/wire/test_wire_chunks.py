@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.job.job import Job, spread_out
 from gradstream.memory.segments import supported
 from gradstream.run.planning import plan_run
@@ -125,6 +125,7 @@ def test_a_resumed_run_keeps_the_chunks_of_its_checkpoint() -> None:
         done=DataProgress(),
         model={"chunk_elems": 1 << 21},
         seed=0,
+        strategy="synchronous",
         num_samples=8,
     )
     for again in (job(steps=2), job(steps=2, servers=3), job(steps=2, carrier="grpc")):

@@ -13,8 +13,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
-from gradstream.data.joined import JoinedPlan
-from gradstream.data.plan import RoundPlan
+from gradstream.data.plan import JoinedPlan, RoundPlan
 from gradstream.errors import ConfigError, GradientError
 from gradstream.memory import Vector
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig

@@ -22,8 +22,7 @@ from fuzzing.mutator import mutated_json
 from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Evaluated, FileEntry, Manifest, Resume, seal_of
 from gradstream.checkpoint.own_state import OwnState
-from gradstream.data.base import BatchRef
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import BatchRef, DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.ext.ssh.archives import Expected, FileList, unpacked
 from gradstream.ext.ssh.fleet import Fleet

@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
-from gradstream.checkpoint.folder import FOLDER, MODEL, file_of, pieces_of, worker_file
+from gradstream.checkpoint.folder import FOLDER, MODEL, file_of, pieces_of
 from gradstream.checkpoint.format import TensorSpec, header_of
 from gradstream.checkpoint.manifest import STATE, FileEntry, Manifest
+from gradstream.checkpoint.own_state import worker_file
 from gradstream.errors import DataError
 from gradstream.runtime.base import Storage
 
@@ -48,7 +49,6 @@ class DraftSnapshot:
     """A checkpoint that is being written. Readers do not find it before `commit` has returned.
 
     Args:
-        storage: the run directory.
         step: step of the checkpoint, for its name.
         token: distinguishes this draft from drafts of a process that was killed.
         tensors: tensors of the flat vector, in its order; none where no node writes the vector, so that the

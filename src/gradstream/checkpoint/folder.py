@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstream.checkpoint.format import MAX_HEADER_BYTES, TensorSpec, parse
 from gradstream.checkpoint.manifest import STATE, FileEntry, Manifest
-from gradstream.checkpoint.own_state import OwnState
+from gradstream.checkpoint.own_state import OwnState, worker_file
 from gradstream.checkpoint.policy import KeptCheckpoint, Policy
 from gradstream.errors import ConfigError, DataError
 from gradstream.runtime.base import Storage
@@ -24,11 +24,6 @@ _OWN = re.compile(r"worker-\d+\.safetensors")
 _DRAFT = re.compile(r"\.step-.*\.tmp")
 PIECE_BYTES = 1 << 22
 """The most bytes of a file that are read at once."""
-
-
-def worker_file(worker: str) -> str:
-    """Returns the name of the file with a worker's own state."""
-    return f"{worker}.safetensors"
 
 
 def file_of(vector: str) -> str:
@@ -94,7 +89,6 @@ def newest(storage: Storage, refused: Callable[[DataError], None]) -> tuple[str,
     """Returns the folder and the manifest of the newest sound checkpoint; None if there is none.
 
     Args:
-        storage: the run directory.
         refused: called with the fault of each newer checkpoint.
     """
     for folder in reversed(_folders(storage)):
@@ -111,7 +105,6 @@ def to_resume(
     """Returns the checkpoint to resume from, as `newest` does; None if the run begins from the start.
 
     Args:
-        storage: the run directory.
         refused: called with the fault of each newer checkpoint.
         from_start: begins from the start if every checkpoint is damaged; the files stay as they are.
 
@@ -156,7 +149,6 @@ def prune(storage: Storage, policy: Policy, *, fresh: str = "") -> None:
     more checkpoints than the policy keeps.
 
     Args:
-        storage: the run directory.
         policy: which checkpoints are kept.
         fresh: folder of a checkpoint whose files were just read back.
     """
@@ -183,7 +175,6 @@ def sweep(storage: Storage, but: Collection[str] = ()) -> None:
     """Removes abandoned drafts. Only the process that owns the run directory may call it.
 
     Args:
-        storage: the run directory.
         but: folders of drafts that are being written.
     """
     for name in storage.names(FOLDER):

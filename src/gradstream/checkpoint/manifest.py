@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.untrusted import MismatchError, check_record, parse_json
 
@@ -96,31 +96,23 @@ class JobPhase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """Contents of `state.json`.
+class RunPosition:
+    """How far a run is, and by what it goes on: what a checkpoint says of it to a run that resumes from it.
 
     Args:
         step: rounds of a synchronous run, minibatches over all workers of another.
         rounds: minibatches of each worker: `step` itself, or the mean over the workers.
         steps: number of minibatches of each worker, by its name.
         done: which samples are done.
-        versions: the version of each chunk.
         model: fingerprint, elems, dtype and chunk_elems of the model, and its update rule if workers bring it.
-        optimizer: name of the run's optimizer.
-        strategy: name of the run's strategy.
         seed: seed of the run.
-        workers: number of workers.
-        servers: number of shards.
         num_samples: samples in a data epoch; None in a stream.
-        software: version of gradstream.
-        evaluated: the latest evaluation, if any.
         samples: by worker, how many samples it has gone through, where workers bring data of their own.
-        files: the other files of the folder, by name.
         shares: by rank, the samples of a round, where shares follow the measured speed.
         dropped: by data epoch, how many of the samples that are done are not in the model, since updates were
             made without them.
-        procedures: what chunks know of a procedure (`v1.Procedure`, in base64); nothing if there is none.
         rule: class of the update rule whose state vectors these are: of the shards, or of the workers of a group.
+        strategy: name of the run's strategy.
         phase: the phase of the job.
         predictors: names the predictors of parts that train apart, as `SyntheticGradients.of_parts` does; "" for none.
         remainders: names what each worker had not sent yet, as `RunPlan.remainders` does; "" for nothing.
@@ -132,26 +124,43 @@ class Manifest:
     rounds: int
     steps: Mapping[str, int]
     done: DataProgress
-    versions: Sequence[int]
     model: Mapping[str, Any]
-    optimizer: str
-    strategy: str
     seed: int
-    workers: int
-    servers: int
+    strategy: str
     num_samples: int | None
-    software: str
-    evaluated: Evaluated | None = None
     samples: Mapping[str, int] = field(default_factory=dict)
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
     shares: Sequence[int] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
-    procedures: Sequence[str] = ()
     rule: str = ""
     phase: JobPhase = field(default_factory=JobPhase)
     predictors: str = ""
     remainders: str = ""
     replicas: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(RunPosition):
+    """Contents of `state.json`.
+
+    Args:
+        versions: the version of each chunk.
+        optimizer: name of the run's optimizer.
+        workers: number of workers.
+        servers: number of shards.
+        software: version of gradstream.
+        evaluated: the latest evaluation, if any.
+        files: the other files of the folder, by name.
+        procedures: what chunks know of a procedure (`v1.Procedure`, in base64); nothing if there is none.
+    """
+
+    versions: Sequence[int]
+    optimizer: str
+    workers: int
+    servers: int
+    software: str
+    evaluated: Evaluated | None = None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    procedures: Sequence[str] = ()
 
     def encode(self) -> bytes:
         """Returns the contents of `state.json`."""
@@ -227,10 +236,8 @@ def _checked(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class Resume(RunPosition):
     """Where a resumed run goes on. All its nodes get this.
-
-    All fields that are not listed here are those of the checkpoint's `Manifest`.
 
     Args:
         folder: folder of the checkpoint in the run directory.
@@ -238,29 +245,13 @@ class Resume:
     """
 
     folder: str
-    step: int
-    rounds: int
-    steps: Mapping[str, int]
-    done: DataProgress
-    model: Mapping[str, Any]
-    seed: int
-    num_samples: int | None
-    samples: Mapping[str, int] = field(default_factory=dict)
     time_s: float = 0.0
-    shares: Sequence[int] = ()
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    rule: str = ""
-    strategy: str = ""
-    phase: JobPhase = field(default_factory=JobPhase)
-    predictors: str = ""
-    remainders: str = ""
-    replicas: str = ""
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:
         """Returns where a checkpoint is resumed."""
-        shared = {entry.name for entry in dataclasses.fields(cls)} - {"folder", "time_s"}
-        return cls(folder=folder, time_s=time_s, **{name: getattr(manifest, name) for name in shared})
+        position = {entry.name: getattr(manifest, entry.name) for entry in dataclasses.fields(RunPosition)}
+        return cls(folder=folder, time_s=time_s, **position)
 
     def step_of(self, worker: str) -> int:
         """Returns the number of a worker's next minibatch; a new worker continues the largest number."""

@@ -8,19 +8,25 @@ through. On request the worker sends the frozen parameters of its model instead.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
 
 from gradstream.checkpoint.format import TensorSpec
 from gradstream.errors import DataError, RefusedError
 from gradstream.model.buffers import Buffers, average_buffers
+from gradstream.runtime.base import Storage
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.untrusted import parse_json
 from gradstream.wire import v1
+
+# ---- own state ---------------------------------------------------------------------------
 
 METHOD = "state"
 
@@ -50,6 +56,11 @@ HEADER_BYTES = 1 << 20
 """The most bytes of the file's header."""
 
 
+def worker_file(worker: str) -> str:
+    """The name of the file with a worker's own state."""
+    return f"{worker}.safetensors"
+
+
 @dataclass(frozen=True, slots=True)
 class OwnState:
     """The state that differs between workers: the buffers of a worker's model, and how far the worker is.
@@ -75,7 +86,6 @@ class OwnState:
         """Parses the result of `encode`.
 
         Args:
-            data: the bytes.
             expected: the tensors that it must have; None allows any. Others must have the prefix `EXTRA`.
 
         Raises:
@@ -110,7 +120,6 @@ def serve(
     """Serves the worker's own state.
 
     Args:
-        endpoint: endpoint of the worker.
         state: `state(step)` returns the state after so many steps, if the worker still has it; `state(None)`
             returns the present one.
         fixed: returns the frozen parameters in the place of buffers.
@@ -174,7 +183,6 @@ async def ask(
 
     Args:
         endpoint: endpoint of the caller.
-        worker: name of the worker.
         expected: the worker's buffers, or frozen parameters, as it has registered them. They bound the answer;
             buffers may have other shapes by now.
         step: asks for the state after so many steps, if the worker still has it; None for the present one.
@@ -194,3 +202,58 @@ async def ask(
         return OwnState.decode(data, expected if fixed else None)  # a model may make its buffers anew
     except DataError as error:
         raise RefusedError(worker, "BAD_REQUEST", str(error)) from error
+
+
+# ---- own tensors -------------------------------------------------------------------------
+# Tensors that one process has of its own, in checkpoints: a file for each process.
+#
+#     predictors   of parts that train apart
+#     remainders   what a worker has not sent yet: its codec has left it out, or its exchange had begun before
+#     replica      all of a worker that has parameters of its own, which no other worker and no shard has
+#
+# No shard has them. The coordinator calls the method of this name of each process while the run stands still, and
+# writes what it answers as `<kind>-<node>.safetensors`. A process that goes on under the same name, with tensors of the
+# same form, reads the file again.
+
+Kind = Literal["predictors", "remainders", "replica"]
+
+MOST_BYTES = 1 << 34
+"""The most bytes that the coordinator takes from a process: predictors may be larger than their part of the model."""
+
+
+def file_of_own(kind: Kind, node: str) -> str:
+    """The name of a process in a checkpoint, to which `worker_file` adds the ending of the file."""
+    return f"{kind}-{node}"
+
+
+def answering(
+    state: Callable[[], Awaitable[Mapping[str, torch.Tensor]]],
+) -> Callable[[Stream], Awaitable[None]]:
+    """Serves what a process has of its own, by name: for `Endpoint.serve`, under the name of its kind."""
+
+    async def answer(stream: Stream) -> None:
+        await send_file(stream, safetensors.torch.save(dict(await state())))
+
+    return answer
+
+
+async def ask_own(endpoint: Endpoint, kind: Kind, node: str, silence_s: float) -> bytes:
+    """Asks a process for what it has of its own, and returns the bytes of a file.
+
+    Raises:
+        PeerLostError, DeadlineError: the process is gone, or silent.
+        RefusedError: the answer has too many bytes.
+    """
+    return await receive_file(endpoint, node, kind, b"", MOST_BYTES, silence_s)
+
+
+def read_own(storage: Storage, folder: str, kind: Kind, node: str) -> Mapping[str, torch.Tensor] | None:
+    """Reads what a process had of its own from a checkpoint; None if there is nothing of it. Raises DataError."""
+    path = f"{folder}/{worker_file(file_of_own(kind, node))}"
+    try:
+        found: Mapping[str, torch.Tensor] = safetensors.torch.load(storage.read(path))
+    except FileNotFoundError:
+        return None
+    except SafetensorError as error:
+        raise DataError(f"{path} has no {kind}: {error}; resume from another checkpoint") from error
+    return found

@@ -86,7 +86,6 @@ class NodeSnapshots:
     """Follows the snapshots of a run, one after the other.
 
     Args:
-        runtime: runtime of the node.
         member: gets the notices.
         source: has the pieces.
     """
@@ -183,7 +182,6 @@ def load(storage: Storage, folder: str, vectors: Mapping[str, Pieces]) -> None:
     """Fills pieces from a checkpoint whose hashes were verified.
 
     Args:
-        storage: the run directory.
         folder: folder of the checkpoint.
         vectors: pieces as `SnapshotSource.pieces` returns them; they are written.
 

@@ -20,8 +20,9 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from gradstream.collectives.group import GroupMembers
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.rendezvous import Rendezvous
 from gradstream.errors import (
     ClosedError,
@@ -31,11 +32,11 @@ from gradstream.errors import (
     PeerLostError,
     RefusedError,
 )
+from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import STILL, to_wait_longer
-from gradstream.runtime.tasks import interrupt_on_cancel
+from gradstream.runtime.tasks import Broadcast, interrupt_on_cancel
 from gradstream.transport.base import Endpoint, PeerSocket, Stream
-from gradstream.transport.silence import Broadcast
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
@@ -53,7 +54,6 @@ class DataSocket:
 
     Args:
         connected: a non-blocking socket that nobody else uses.
-        name: name of the rank.
         on_damage: called in any thread with a number of bytes that were damaged on their way.
         leads: the first piece of each operation goes over this one of the sockets to the rank.
 
@@ -166,7 +166,6 @@ class Communicator:
     """Connects this rank with all others. Call `meet` first and `close` at the end.
 
     Args:
-        runtime: runtime of this node.
         endpoint: a started endpoint that knows the addresses of all ranks. It serves one communicator at a
             time.
         members: the ranks, and which of them this node is. A later group of the same nodes has a higher epoch.
@@ -465,3 +464,34 @@ class Communicator:
     async def _all_released(self) -> None:
         while len(self._ended_ranks) < len(self._streams):
             await self._released.wait()
+
+
+# ---- groups over a communicator ----------------------------------------------------------
+
+
+class CommunicatorGroup(Group):
+    """What the groups have in common whose ranks a communicator connects.
+
+    Args:
+        communicator: its ranks have met. The group closes it.
+    """
+
+    shares_memory = False
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self.names: Sequence[str] = communicator.names
+        self._communicator = communicator
+        self._runtime = communicator.runtime
+
+    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """See `Group.common`: each rank has its own."""
+        return self.allocate(elems, dtype, name)
+
+    def abandon(self, error: PeerLostError) -> None:
+        """See `Group.abandon`."""
+        self._communicator.abandon(error)
+
+    async def close(self) -> None:
+        """See `Group.close`."""
+        await self._communicator.close()

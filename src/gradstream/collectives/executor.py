@@ -44,7 +44,6 @@ class StreamDriver:
         operation: the operation that all ranks carry out.
         tensor: (elems,) the vector, borrowed for writing.
         streams: the stream to each peer, by the peer's number in the plan.
-        runtime: runtime of this node.
     """
 
     def __init__(
@@ -222,7 +221,6 @@ async def carry_out(
         communicator: its ranks have met.
         ranks: the ranks that take part, in the order in which the plan numbers them.
         operation: what the ranks do.
-        plan: plan of this rank.
         tensor: (elems,), borrowed for writing.
         piece_elems: the most elements that are moved or added at once.
 

@@ -54,7 +54,6 @@ async def form_group(
     """Forms the group of all ranks. Each rank calls this at about the same time.
 
     Args:
-        runtime: runtime of this node.
         endpoint: a started endpoint that knows the addresses of all ranks.
         members: the ranks, and which of them this node is.
         how: one of `KINDS`, the same at all ranks.

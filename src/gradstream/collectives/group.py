@@ -45,7 +45,6 @@ class GroupMembers:
 
     Args:
         names: names of all nodes, by rank.
-        rank: rank of this node.
         epoch: membership epoch of the group; ranks of different epochs do not meet.
         silence_s: a rank that is silent for this long, now or later, counts as lost, in seconds.
 

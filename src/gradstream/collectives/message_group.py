@@ -10,13 +10,13 @@ from functools import lru_cache
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
-from gradstream.collectives.algorithms.all_to_all import all_to_all
+from gradstream.collectives.algorithms.direct import all_to_all
 from gradstream.collectives.autotune import Choice, MeasuredCosts, measure
-from gradstream.collectives.communicator import Communicator
+from gradstream.collectives.communicator import Communicator, CommunicatorGroup
 from gradstream.collectives.executor import carry_out
 from gradstream.collectives.group import Group, own_slice, slice_of
 from gradstream.collectives.schedule import DependencyPlan, Operation, Schedule
-from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
+from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
 from gradstream.transport.base import copy_elements
@@ -25,7 +25,7 @@ PIECE_BYTES = 1 << 20
 """Messages go in pieces of this size, so that the next step can begin when the first piece has arrived."""
 
 
-class MessageGroup:
+class MessageGroup(CommunicatorGroup):
     """A `Group` that sends messages, over any carrier, by any algorithm.
 
     Operations run one after the other, in the order of their calls. A caller need not wait for one before it
@@ -44,8 +44,6 @@ class MessageGroup:
         UnknownNameError: there is no such algorithm.
     """
 
-    shares_memory = False
-
     def __init__(
         self,
         communicator: Communicator,
@@ -56,12 +54,11 @@ class MessageGroup:
         ranks: Sequence[int] = (),
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
+        super().__init__(communicator)
         self._ranks = tuple(ranks) or tuple(range(communicator.size))
         self.rank, self.size = self._ranks.index(communicator.rank), len(self._ranks)
-        self.names: Sequence[str] = [communicator.names[rank] for rank in self._ranks]
+        self.names = [communicator.names[rank] for rank in self._ranks]
         self.choice = choice
-        self._communicator = communicator
-        self._runtime = communicator.runtime
         self._hosts = tuple(map(tuple, hosts)) or tuple((rank,) for rank in range(self.size))
         self.algorithm = self._known(algorithm)
         self._piece_bytes = piece_bytes
@@ -71,10 +68,6 @@ class MessageGroup:
     def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """See `Group.allocate`: takes memory of the node."""
         return self._runtime.memory.allocate(elems, dtype, name, lead_bytes=lead_bytes)
-
-    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """See `Group.common`: each rank has its own."""
-        return self.allocate(elems, dtype, name)
 
     async def allreduce(self, span: Span, *, weight: float = 1.0, algorithm: str = "") -> Span:
         """See `Group.allreduce`: the sum lies in `span`.
@@ -120,14 +113,6 @@ class MessageGroup:
         async with self._lock:
             return await measure(self._communicator, elems, max(1, self._piece_bytes // 4))
 
-    def abandon(self, error: PeerLostError) -> None:
-        """See `Group.abandon`."""
-        self._communicator.abandon(error)
-
-    async def close(self) -> None:
-        """See `Group.close`."""
-        await self._communicator.close()
-
     # ---- inside -------------------------------------------------------------------------
 
     def _known(self, algorithm: str) -> str:
@@ -165,7 +150,7 @@ class MessageGroup:
         await carry_out(self._communicator, self._ranks, operation, plan, tensor, piece_elems)
 
 
-class HierarchicalGroup:
+class HierarchicalGroup(CommunicatorGroup):
     """A `Group` of several hosts with equally many ranks: in place inside each host, by messages between hosts.
 
     An allreduce is a reduce-scatter inside the host, an allreduce of the slice among the ranks of the
@@ -179,14 +164,10 @@ class HierarchicalGroup:
         whole: all ranks, for the operations that do not divide in this way.
     """
 
-    shares_memory = False
-
     def __init__(
         self, communicator: Communicator, inside: Group, between: MessageGroup, whole: MessageGroup
     ) -> None:
-        self.rank, self.size = communicator.rank, communicator.size
-        self.names: Sequence[str] = communicator.names
-        self._communicator = communicator
+        super().__init__(communicator)
         self._inside = inside
         self._between = between
         self._whole = whole
@@ -195,10 +176,6 @@ class HierarchicalGroup:
     def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """See `Group.allocate`: memory in which the ranks of the host work in place."""
         return self._inside.allocate(elems, dtype, name, lead_bytes=lead_bytes)
-
-    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """See `Group.common`: each rank has its own."""
-        return self.allocate(elems, dtype, name)
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.allreduce`: the sum lies in `span`."""
@@ -240,14 +217,10 @@ class HierarchicalGroup:
         async with self._lock:
             await self._whole.broadcast(span, root=root)
 
-    def abandon(self, error: PeerLostError) -> None:
-        """See `Group.abandon`."""
-        self._communicator.abandon(error)
-
     async def close(self) -> None:
         """See `Group.close`."""
         await self._inside.close()
-        await self._communicator.close()
+        await super().close()
 
 
 def _size_bytes(span: Span) -> int:

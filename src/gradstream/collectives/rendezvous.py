@@ -16,8 +16,8 @@ from gradstream.collectives.group import GroupMembers
 from gradstream.errors import DeadlineError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import STILL, to_wait_longer
+from gradstream.runtime.tasks import Broadcast
 from gradstream.transport.base import Endpoint, Stream
-from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 
 WINDOW = 16  # most chunks that a rank holds for each other one
@@ -33,7 +33,6 @@ class Rendezvous:
     """Opens and accepts the streams of one rank.
 
     Args:
-        runtime: runtime of this node.
         endpoint: see `Communicator`.
         members: the ranks, and which of them this node is.
         on_stream: called with each new stream and the rank at its other end.

@@ -158,7 +158,6 @@ class PlanProgress:
     the middle of an element.
 
     Args:
-        plan: plan of this rank.
         piece_elems: the most elements that a driver moves or adds at once.
         unit: units of one element.
 

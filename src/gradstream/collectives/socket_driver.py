@@ -25,8 +25,7 @@ import torch
 from gradstream.collectives.communicator import DataSocket
 from gradstream.collectives.schedule import Operation, PlanProgress, Recv
 from gradstream.errors import ConfigError, InternalError, PeerLostError
-from gradstream.wire.frames import DamagedError, verify
-from gradstream.wire.window import CHECKSUM, checksum
+from gradstream.wire.frames import CHECKSUM, DamagedError, checksum, verify
 
 # ---- socket pieces -----------------------------------------------------------------------
 # Pieces of an operation over data sockets: which are left to send to a peer, and which are due from it.
@@ -236,10 +235,6 @@ class _Poller:
 
 class _Direction(ABC):
     """What goes to one peer, or comes from it, over one socket, one piece after the other.
-
-    Args:
-        transfer: the operation.
-        data_socket: the socket.
 
     Attributes:
         fd: descriptor of the socket.

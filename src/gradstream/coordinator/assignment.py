@@ -17,7 +17,7 @@ where t is the measured time of a minibatch. So the last minibatch is complete a
 gets none, for as long again at most, where the others are sooner done at the pace that they have had since it was
 denied the first: with D minibatches in e seconds, R·e/D ≤ tᵢ.
 
-In passes (see `Hands`), that holds for each minibatch of a block, and a worker i with nothing to do gets a copy of a
+In passes (see `Leases`), that holds for each minibatch of a block, and a worker i with nothing to do gets a copy of a
 minibatch that a worker j has, where it is expected to be done with it sooner. Of the minibatches of all j it is the one
 that is expected last:
 
@@ -51,10 +51,10 @@ from gradstream.coordinator.progress import MAX_COUNT, receipt_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import QueuePlan
-from gradstream.data.hands import Copy, Unassigned
-from gradstream.data.joined import unjoined
+from gradstream.data.leases import Copy, Unassigned
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.plan import unjoined
 from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
 from gradstream.wire import v1
@@ -162,8 +162,8 @@ class BatchAssignment:
             in_hand: number of the worker's minibatches that are not in the model yet.
             at_s: present time in seconds.
         """
-        hands = self._ledger.hands
-        left_over = hands.unassigned(rank)
+        leases = self._ledger.leases
+        left_over = leases.unassigned(rank)
         if not left_over.run:
             return () if in_hand or not self._copies else self._copy(rank, present, at_s)
         size = self._size(rank, present)
@@ -171,9 +171,9 @@ class BatchAssignment:
             return ()
         self._denied.pop(rank, None)
         limit = self._limit(rank, present, size, left_over)
-        if hands.in_passes and len(present) > 1:
+        if leases.in_passes and len(present) > 1:
             limit = self._in_time(rank, present, left_over, in_hand, limit)
-        handed = hands.hand_out(rank, limit, size)
+        handed = leases.hand_out(rank, limit, size)
         self._given[rank] = at_s, in_hand + len(handed)
         self._changes += 1
         return handed
@@ -183,23 +183,23 @@ class BatchAssignment:
         due = self._copies_due(present)
         first = next((one for one in due if one[1].holder != rank), None)
         last = next((one for one in reversed(due) if one[1].holder != rank), None)
-        if first is None or last is None or not self._ledger.hands.takes(rank):
+        if first is None or last is None or not self._ledger.leases.takes(rank):
             return ()
         due_s, copy = max(first, last, key=lambda one: abs(one[0] - at_s))
         if abs(due_s - at_s) <= self._each_s(present)[rank]:
             return ()
         self._given[rank] = at_s, 1
         self._changes += 1
-        return (self._ledger.hands.hand_out_copy(rank, copy),)
+        return (self._ledger.leases.hand_out_copy(rank, copy),)
 
     def _copies_due(self, present: Sequence[int]) -> list[tuple[float, Copy]]:
         """When each minibatch that one worker alone has is expected, the soonest first."""
-        hands, each_s, given = self._ledger.hands, self._each_s(present), self._given
-        follows_from = hands.version, self._changes
+        leases, each_s, given = self._ledger.leases, self._each_s(present), self._given
+        follows_from = leases.version, self._changes
         if self._due[0] != follows_from:
             due = [
                 (given[one.holder][0] + (given[one.holder][1] - one.after) * each_s[one.holder], one)
-                for one in hands.copies()
+                for one in leases.copies()
                 if one.holder in given and one.holder in each_s
             ]
             self._due = follows_from, sorted(due, key=lambda one: one[0])
@@ -216,7 +216,7 @@ class BatchAssignment:
             return 1
         if self._measures and any(self._speeds[worker].rounds < SURE_AFTER for worker in present):
             return FEW  # sizes will change soon
-        share = known / math.fsum(self._per_s(present).values()) if self._ledger.hands.helping else 1.0
+        share = known / math.fsum(self._per_s(present).values()) if self._ledger.leases.helping else 1.0
         half = share / (2 * size)
         few = max(FEW, known * FEW_S / size)
         block = max(left_over.epoch * half, min(few, left_over.run * half))
@@ -228,7 +228,7 @@ class BatchAssignment:
         self, rank: int, present: Sequence[int], left_over: Unassigned, in_hand: int, at_s: float
     ) -> bool:
         """Whether the others can complete all that is left before this worker completes one more."""
-        if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.hands.helping:
+        if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.leases.helping:
             return False
         if not self._others_can(rank, present, left_over.run, in_hand):
             return False
@@ -240,10 +240,10 @@ class BatchAssignment:
 
     def _others_can(self, rank: int, present: Sequence[int], left: int, in_hand: int) -> bool:
         """Whether the others can complete so many before this worker completes one more than it has in hand."""
-        each_s, in_hands, sizes = self._in_hands_of(present)
+        each_s, leased, sizes = self._leased_of(present)
         own = present.index(rank)
         done_s = (in_hand + 1) * each_s[own]
-        more = np.maximum(np.ceil(done_s / each_s) - 1 - in_hands, 0)
+        more = np.maximum(np.ceil(done_s / each_s) - 1 - leased, 0)
         more[own] = 0
         return left <= float(more @ sizes)
 
@@ -259,13 +259,13 @@ class BatchAssignment:
             worth, True, key=lambda n: self._others_can(rank, present, left_over.run - n, in_hand + n)
         )
 
-    def _in_hands_of(self, present: Sequence[int]) -> tuple[Floats, Floats, Floats]:
+    def _leased_of(self, present: Sequence[int]) -> tuple[Floats, Floats, Floats]:
         """Seconds of a minibatch of each worker, how many it has without a receipt, and the size of each."""
-        hands, each_s = self._ledger.hands, self._each_s(present)
-        if self._held is None or self._held[0] != hands.version:
-            in_hands = np.array([hands.in_hand(rank) for rank in present], np.float64)
+        leases, each_s = self._ledger.leases, self._each_s(present)
+        if self._held is None or self._held[0] != leases.version:
+            leased = np.array([leases.in_hand(rank) for rank in present], np.float64)
             sizes = np.array([max(1, self._sizes[rank]) for rank in present], np.float64)
-            self._held = hands.version, (np.array(list(each_s.values())), in_hands, sizes)
+            self._held = leases.version, (np.array(list(each_s.values())), leased, sizes)
         return self._held[1]
 
     def _each_s(self, present: Sequence[int]) -> dict[int, float]:

@@ -20,8 +20,16 @@ from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.checkpoint.folder import prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec, spec_of
 from gradstream.checkpoint.manifest import JobPhase, Manifest
-from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
-from gradstream.checkpoint.own_tensors import Kind, ask_own, file_of_own
+from gradstream.checkpoint.own_state import (
+    EXTRA,
+    EXTRA_FILE,
+    Kind,
+    OwnState,
+    ask,
+    ask_own,
+    averaged,
+    file_of_own,
+)
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.lead import Instruction

@@ -32,8 +32,8 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.progress import SampleProgress, ref_of
 from gradstream.coordinator.registry import CoordinatorPlan, leads_of
-from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
+from gradstream.data.plan import unjoined
 from gradstream.errors import PeerLostError
 from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.telemetry.events import Event, JoinedEvent, LeftEvent

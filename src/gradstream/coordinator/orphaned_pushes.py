@@ -138,7 +138,7 @@ class OrphanedPushes(Lead):
         if not self._redoes:
             return []
         assert isinstance(self._ledger, Ledger)
-        held = set(self._ledger.hands.fence(rank))
+        held = set(self._ledger.leases.fence(rank))
         if held:
             self._open.append(Orphans(rank, dict(lost.replica), held, set(self._nodes.holders)))
         for redo in self.redos:
@@ -208,7 +208,7 @@ class OrphanedPushes(Lead):
         for ref in sorted(orphans.held - torn):
             counts["again"] += 1
             orphans.held.remove(ref)
-            self._ledger.hands.give_back(ref)
+            self._ledger.leases.give_back(ref)
         who = member_name(0, orphans.rank)
         event = SettledEvent(who=who, in_model=counts["in_model"], torn=counts["torn"], again=counts["again"])
         self._close(orphans)

@@ -51,10 +51,10 @@ class ParticipationSchedule(Lead):
         self.phase = ""
         self.wanted = 0
         self._progress = progress
-        self._hands = hands = progress.ledger.hands
+        self._leases = leases = progress.ledger.leases
         self._intervals = {f"worker-{rank}": Interval() for rank in range(num_workers)}
         for rank in range(num_workers):
-            hands.pause(rank)
+            leases.pause(rank)
 
     @property
     def paused(self) -> list[str]:
@@ -83,7 +83,7 @@ class ParticipationSchedule(Lead):
         if interval is None or interval.quiesced or report != interval.number:
             return []
         interval.quiesced = True
-        self._hands.pause(node.rank)
+        self._leases.pause(node.rank)
         self._update()
         return [Notify()]
 
@@ -108,7 +108,7 @@ class ParticipationSchedule(Lead):
             return []
         self._intervals[node.name] = Interval()
         self._intervals = dict(sorted(self._intervals.items(), key=lambda one: _rank(one[0])))
-        self._hands.pause(node.rank)
+        self._leases.pause(node.rank)
         self._update()
         return [] if self._intervals[node.name].paused else self._changed()
 
@@ -141,7 +141,7 @@ class ParticipationSchedule(Lead):
         for place, (name, interval) in enumerate(self._intervals.items()):
             if place < self.wanted and interval.paused and interval.quiesced:
                 interval.paused = False
-                self._hands.resume(_rank(name))
+                self._leases.resume(_rank(name))
                 interval.number += 1
             elif place >= self.wanted and not interval.paused:
                 interval.paused, interval.quiesced = True, False

@@ -7,9 +7,9 @@ from typing import ClassVar
 from gradstream.checkpoint.manifest import Resume
 from gradstream.coordinator.lead import SHARDS, Emit, Instruction, Lead, impossible
 from gradstream.data.base import BatchRef
-from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import LostSamples, OpenLedger
+from gradstream.data.plan import ids_of
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
 from gradstream.wire import v1
 
@@ -92,7 +92,7 @@ class SampleProgress(Lead):
         """Lets a worker in the place of a lost one have minibatches."""
         if node.role == "worker":
             assert isinstance(self.ledger, Ledger)  # `LossTolerance.replaces`
-            self.ledger.hands.rejoined(node.rank)
+            self.ledger.leases.rejoined(node.rank)
         return []
 
     def on_absent(self, rank: int) -> list[Instruction]:

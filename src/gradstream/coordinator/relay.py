@@ -14,10 +14,10 @@ from typing import Literal
 
 from gradstream.errors import GradstreamError, RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.tasks import Broadcast
 from gradstream.telemetry.events import RelayEvent
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.transport.detours import ANSWER_S, TICKET_BYTES
-from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 
 # ---- relay -------------------------------------------------------------------------------

@@ -17,10 +17,9 @@ from gradstream.coordinator.assignment import check_measured, speed_of
 from gradstream.coordinator.lead import Emit, Instruction, Lead, Lost, Refuse, impossible
 from gradstream.coordinator.nodes import Nodes
 from gradstream.data.base import BatchPlan
-from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
-from gradstream.data.plan import RoundPlan
+from gradstream.data.plan import JoinedPlan, RoundPlan
 from gradstream.data.shares import WorkerSpeed, begins_window, better
 from gradstream.telemetry.events import SharesEvent
 from gradstream.wire import v1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.coordinator.lead import Instruction
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.wire import v1
 
 

@@ -1,7 +1,7 @@
-"""The data ledger: which minibatches are in the model. `hands.py` says which worker has the others.
+"""The data ledger: which minibatches are in the model. `leases.py` says which worker has the others.
 
 If a quorum makes each update, its decision about a round accounts for all minibatches of the round
-(`record_decision`). Without rounds, workers ask for minibatches, which the ledger's `hands` give them.
+(`record_decision`). Without rounds, workers ask for minibatches, which the ledger's `leases` give them.
 
 Receipts come in any order and more than once. The minibatches of a sequence have numbers k over all epochs
 (`BatchPlan.nth`); see `data.receipts` for the memory that they take.
@@ -13,9 +13,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.hands import AssignableBatches, Hands
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import BatchPlan, BatchRef, DataProgress
+from gradstream.data.leases import AssignableBatches, Leases
 from gradstream.errors import ConfigError, InternalError
 
 
@@ -39,13 +38,13 @@ class Ledger:
         epochs: number of data epochs of the run.
         steps: number of minibatches of each worker over all epochs; with one sequence for all workers, the mean. At
             least one of the two limits must be given; with both, the smaller one counts.
-        helping, in_passes: see `Hands`.
+        helping, in_passes: see `Leases`.
 
     Raises:
         ConfigError: there is no limit, or one is below 1.
 
     Attributes:
-        hands: the minibatches that workers have, and can get.
+        leases: the minibatches that workers have, and can get.
         num_epochs: number of data epochs of the run; with a limit on steps the last ones may be incomplete.
         num_complete: number of data epochs, from the first one on, that have all their receipts.
         num_receipts: number of minibatches with a receipt.
@@ -56,7 +55,7 @@ class Ledger:
         "num_complete",
         "_sequences",
         "_counts",
-        "hands",
+        "leases",
         "_left_out",
         "num_receipts",
         "num_samples",
@@ -86,7 +85,7 @@ class Ledger:
             if steps is not None:
                 limits.append(steps * plan.per_step if plan.batches_per_epoch(partition) else 0)
             self._sequences.append(AssignableBatches(total=min(limits)))
-        self.hands = Hands(plan, self._sequences, helping=helping, in_passes=in_passes)
+        self.leases = Leases(plan, self._sequences, helping=helping, in_passes=in_passes)
         totals = [sequence.total for sequence in self._sequences]
         lasts = [plan.nth(number, total - 1).epoch for number, total in enumerate(totals) if total]
         self.num_epochs = max(lasts, default=-1) + 1
@@ -117,7 +116,7 @@ class Ledger:
             InternalError: the run has no such minibatch.
         """
         sequence, first = self._place(ref)
-        self.hands.put_down(worker, ref.partition, first)
+        self.leases.put_down(worker, ref.partition, first)
         new = [k for k in range(first, first + ref.count) if not sequence.received(k)]
         if not new:
             return False
@@ -130,9 +129,9 @@ class Ledger:
         units = [ref] if len(new) == ref.count else [self.plan.nth(ref.partition, k) for k in new]
         for size in map(self.plan.size, units):
             self.num_samples = None if size is None or self.num_samples is None else self.num_samples + size
-        if self.hands.forget_again(ref.partition, first):
+        if self.leases.forget_again(ref.partition, first):
             counts.reassigned += 1
-        if self.hands.forget_refusal(ref.partition, first):
+        if self.leases.forget_refusal(ref.partition, first):
             self._drop(ref)
         while not self.finished and self.missing(self.num_complete) == 0:
             self.num_complete += 1
@@ -151,7 +150,7 @@ class Ledger:
         if sequence.received(first):  # a quorum's decision was faster
             self._drop(ref)
         else:
-            self.hands.refuse(ref.partition, first)
+            self.leases.refuse(ref.partition, first)
 
     def refuse_round(self, ref: BatchRef) -> None:
         """Notes that a round is left out since a worker's gradient was refused. Repeating it changes nothing."""
@@ -201,7 +200,7 @@ class Ledger:
         refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._sequences)))
         for partition, ref in enumerate(refs):
             if partition not in ranks:
-                self.hands.forget_refusal(partition, k)  # dropped once
+                self.leases.forget_refusal(partition, k)  # dropped once
             if self.receipt(ref, partition) and partition not in ranks:
                 self._drop(ref)
         return refs
@@ -228,7 +227,7 @@ class Ledger:
                 f"got the loss of worker {rank}; expected a rank that the ledger knows, 0 to "
                 f"{self.plan.num_workers - 1}"
             )
-        return self.hands.lost(rank)
+        return self.leases.lost(rank)
 
     def settle_rounds(self, rank: int) -> None:
         """Adds the receipts of a worker for all rounds up to the latest of which another worker has one.

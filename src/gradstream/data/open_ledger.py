@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradstream.data.base import BatchRef
-from gradstream.data.hands import Receipts
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import BatchRef, DataProgress
+from gradstream.data.leases import Receipts
 from gradstream.data.reassignment import Reassignment
 from gradstream.errors import InternalError
 

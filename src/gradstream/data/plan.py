@@ -18,7 +18,7 @@ import bisect
 import functools
 import math
 import operator
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -26,11 +26,73 @@ from typing import Literal
 
 import numpy as np
 
-from gradstream.data.base import BatchRef, Ids
-from gradstream.data.batch_sequence import BatchSequence
-from gradstream.data.progress import DataProgress, Run, merged
+from gradstream.data.base import BatchPlan, BatchRef, DataProgress, Ids, Run, merged
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, InternalError
+
+# ---- batch sequence ----------------------------------------------------------------------
+# The base class of plans, which numbers a partition's minibatches over all epochs as one sequence.
+#
+# A plan of a resumed run has epochs of which some or all minibatches are left out.
+
+
+class BatchSequence(ABC):
+    """Base class of plans: derives `BatchPlan` from the number of minibatches of each epoch.
+
+    Args:
+        num_partitions: number of workers, each with its own sequence of minibatches.
+        progress: see `BatchPlan`.
+    """
+
+    def __init__(self, num_partitions: int, progress: DataProgress | None = None) -> None:
+        self.num_partitions = num_partitions
+        self.num_workers = num_partitions
+        self.per_step = 1
+        self.progress = progress or DataProgress()
+        self._edges_by_partition: dict[int, Sequence[int]] = {}
+
+    seekable = False
+
+    @abstractmethod
+    def batches_per_epoch(self, partition: int) -> int:
+        """See `BatchPlan`."""
+
+    def batches_in(self, partition: int, epoch: int) -> int:
+        """See `BatchPlan`."""
+        return 0 if epoch < self.progress.epochs else self.batches_per_epoch(partition)
+
+    def batches_before(self, partition: int, epoch: int) -> int:
+        """See `BatchPlan`."""
+        edges = self._edges_of(partition)
+        begun = min(epoch, len(edges) - 1)
+        return edges[begun] + (epoch - begun) * self.batches_per_epoch(partition)
+
+    def nth(self, partition: int, k: int) -> BatchRef:
+        """See `BatchPlan`."""
+        edges = self._edges_of(partition)
+        if k < edges[-1]:
+            epoch = bisect.bisect_right(edges, k) - 1
+            return BatchRef(epoch, partition, k - edges[epoch])
+        later, batch = divmod(k - edges[-1], self.batches_per_epoch(partition))
+        return BatchRef(len(edges) - 1 + later, partition, batch)
+
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
+        """See `BatchPlan`. A plan without sample ids continues at the begin of an epoch.
+
+        A resumed run then sees some samples of that epoch again.
+        """
+        del refs
+        return DataProgress(num_epochs)
+
+    def _edges_of(self, partition: int) -> Sequence[int]:
+        """`batches_before` of each epoch, up to the first one of which nothing is done."""
+        if partition not in self._edges_by_partition:
+            counts = (self.batches_in(partition, epoch) for epoch in range(self.progress.horizon))
+            self._edges_by_partition[partition] = (0, *accumulate(counts))
+        return self._edges_by_partition[partition]
+
+
+# ---- plans -------------------------------------------------------------------------------
 
 Order = Callable[[int], Ids]
 """A pure function from the data epoch to the order of its samples, one id for each position of the plan."""
@@ -385,3 +447,88 @@ def _batch_sizes(batch_size: int | Sequence[int], num_partitions: int) -> tuple[
     if not any(sizes):
         raise ConfigError(f"batch_size is 0 for all {num_partitions} workers; at least one needs samples")
     return sizes
+
+
+# ---- joined minibatches ------------------------------------------------------------------
+# Joined minibatches: a step computes k minibatches one after the other (gradient accumulation).
+#
+# A joined minibatch has a name, a size and a receipt like any other, so code that counts steps, rounds or receipts
+# treats it alike. Its parts are k successive minibatches of the underlying plan.
+
+
+class JoinedPlan(BatchSequence):
+    """A plan whose minibatch b consists of minibatches kb to kb + k - 1 of the underlying plan.
+
+    Args:
+        plan: the underlying plan.
+        k: number of joined minibatches; the last one of an epoch may have fewer.
+    """
+
+    def __init__(self, plan: BatchPlan, k: int) -> None:
+        super().__init__(plan.num_partitions, plan.progress)
+        self.num_workers, self.per_step, self.seekable = plan.num_workers, plan.per_step, plan.seekable
+        self.plan = plan
+        self.k = k
+
+    def batches_per_epoch(self, partition: int) -> int:
+        """See `BatchPlan`."""
+        return -(-self.plan.batches_per_epoch(partition) // self.k)
+
+    def batches_in(self, partition: int, epoch: int) -> int:
+        """See `BatchPlan`."""
+        return -(-self.plan.batches_in(partition, epoch) // self.k)
+
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
+        """See `BatchPlan`."""
+        return self.plan.done_with(num_epochs, (part for ref in refs for part in self.parts(ref)))
+
+    def size(self, ref: BatchRef) -> int | None:
+        """See `BatchPlan`; None if the size of a part is unknown."""
+        total = 0
+        for part in self.parts(ref):
+            size = self.plan.size(part)
+            if size is None:
+                return None
+            total += size
+        return total
+
+    def likely_size(self, ref: BatchRef) -> int:
+        """See `BatchPlan`."""
+        return sum(self.plan.likely_size(part) for part in self.parts(ref))
+
+    def reassign(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
+        """See `RoundPlan`; rounds are joined rounds."""
+        assert isinstance(self.plan, RoundPlan)
+        self.plan.reassign(epoch, batch * self.k, sizes, until=None if until is None else until * self.k)
+
+    def sizes(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """See `RoundPlan`; the sizes are those of each part of a joined round."""
+        assert isinstance(self.plan, RoundPlan)
+        return self.plan.sizes(epoch, batch * self.k)
+
+    def parts(self, ref: BatchRef) -> list[BatchRef]:
+        """The minibatches of the underlying plan that are joined in this one."""
+        stop = min(ref.stop * self.k, self.plan.batches_in(ref.partition, ref.epoch))
+        starts = range(ref.batch * self.k, stop, ref.count)
+        return [BatchRef(ref.epoch, ref.partition, batch, min(ref.count, stop - batch)) for batch in starts]
+
+    def __repr__(self) -> str:
+        return f"{self.k} joined of {self.plan!r}"
+
+
+def parts_of(plan: BatchPlan, ref: BatchRef) -> Sequence[BatchRef]:
+    """The minibatches to read for a minibatch: itself, or its parts if it is joined."""
+    return plan.parts(ref) if isinstance(plan, JoinedPlan) else [ref]
+
+
+def ids_of(plan: BatchPlan, ref: BatchRef) -> list[int] | None:
+    """The sample ids of a minibatch, in order; None if samples have no ids."""
+    whole = unjoined(plan)
+    if not isinstance(whole, EpochPlan):
+        return None
+    return [number for part in parts_of(plan, ref) for number in whole.ids(part).tolist()]
+
+
+def unjoined(plan: BatchPlan) -> BatchPlan:
+    """The plan that a feed reads by: the underlying plan of a joined one, or the plan itself."""
+    return plan.plan if isinstance(plan, JoinedPlan) else plan

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gradstream.data.hands import Receipts
+from gradstream.data.leases import Receipts
 
 MOST_EPOCHS = 1 << 16
 """Most epochs that a worker may begin besides one for each of its steps, since each takes memory."""

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from gradstream.data.base import BatchPlan, BatchRef, Dataset, Feed, Ids, PartitionSpec
-from gradstream.data.batch_sequence import BatchSequence
+from gradstream.data.base import BatchPlan, BatchRef, DataProgress, Dataset, Feed, Ids, PartitionSpec, Run
 from gradstream.data.isolation import seeded_iterator
 from gradstream.data.mapped import check_targets, collated, held_out_of
-from gradstream.data.progress import DataProgress, Run
+from gradstream.data.plan import BatchSequence
 from gradstream.errors import ConfigError, DataError, InternalError
 from gradstream.model.base import Batch
 

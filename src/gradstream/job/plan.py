@@ -16,13 +16,11 @@ from gradstream.coordinator.early_ends import VarianceTest
 from gradstream.coordinator.link_choice import LinkChoice
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.stopping import Until
-from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
+from gradstream.data.base import BatchPlan, DataProgress, Partitioning, PartitionSpec
 from gradstream.data.feed import QueuePlan, plan_of
-from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
-from gradstream.data.plan import RoundPlan
-from gradstream.data.progress import DataProgress
+from gradstream.data.plan import JoinedPlan, RoundPlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.descriptions import describe

@@ -51,7 +51,6 @@ class Log:
     than `ROOM_BYTES` wait, the recording ends. A message on stderr reports each of the two, once.
 
     Args:
-        storage: storage of the node.
         path: path of the file, below `FOLDER`.
         header: header of the node; must fit into JSON.
     """
@@ -109,7 +108,6 @@ class LogPart:
     """One node's part of a recording.
 
     Args:
-        node: name of the node.
         header: header of the node; see `origin_of`.
         entries: the entries, in order.
         torn_bytes: number of bytes at the end of the file that are no complete block.
@@ -125,7 +123,6 @@ class LogReader:
     """Reads the blocks of a file.
 
     Args:
-        data: content of the file.
         name: name of the file, for messages.
     """
 
@@ -171,7 +168,6 @@ def read_log(data: bytes, name: str) -> LogPart:
     """Reads one node's part of a recording.
 
     Args:
-        data: content of the file.
         name: name of the file, for messages.
 
     Raises:

@@ -32,9 +32,9 @@ from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.shares import ShareBalance
 from gradstream.coordinator.stopping import StoppingCriterion
+from gradstream.data.base import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
-from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, build_model
 from gradstream.job.losses import losses_of

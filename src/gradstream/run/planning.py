@@ -11,7 +11,7 @@ from dataclasses import replace
 from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.link_choice import Chosen
-from gradstream.data.progress import DataProgress
+from gradstream.data.base import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.code import find_function
 from gradstream.job.job import Job

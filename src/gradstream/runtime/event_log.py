@@ -90,8 +90,6 @@ class EventLog:
     """Adds lines to a file of events. No method raises because of the disk.
 
     Args:
-        storage: storage of the file.
-        path: path of the file.
         node: name of the node in the event that reports losses.
         now: returns nanoseconds, for the time between two attempts.
         tell: shows a sentence to the user who has started the run, without the disk.

@@ -160,7 +160,6 @@ class RealRuntime(Tasks):
     """The `Runtime` of a process.
 
     Args:
-        node: name of the node.
         seed: seed of the run; `random` depends on (seed, node, purpose).
         root: run directory; None keeps files in memory.
         durable: see `DiskStorage`.

@@ -39,7 +39,6 @@ class NoiseMeter:
     """Adds up the squares of the pieces of a gradient that a node has, and reports a round when it has all.
 
     Args:
-        rank: rank of the node.
         nodes: number of nodes that have a part of the squares.
         pieces: number of calls of `add` for each round, at least 1.
         emit: gets the event of each measured round.

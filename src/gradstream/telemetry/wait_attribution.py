@@ -84,7 +84,6 @@ class Stopwatch:
     """Times the steps of one worker. It reads no clock: callers pass the times.
 
     Args:
-        me: name of this node.
         claims: waits that the client notes when answers arrive.
         now_ns: begin of the first step.
     """
@@ -189,11 +188,7 @@ class Transfer:
 
 
 class TrafficReports:
-    """Reports the traffic of a worker since its previous report.
-
-    Args:
-        rank: rank of the worker.
-    """
+    """Reports the traffic of a worker since its previous report."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

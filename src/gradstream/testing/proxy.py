@@ -37,8 +37,7 @@ from gradstream.transport.carriers import RoutedEndpoint
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.offers import CarrierOffer, host_and_port
 from gradstream.transport.socket.framing import GREETING, PREFIX
-from gradstream.wire.frames import decode
-from gradstream.wire.window import CHECKSUM, checksum
+from gradstream.wire.frames import CHECKSUM, checksum, decode
 
 # ---- proxy -------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ from functools import partial
 
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.tasks import Broadcast
 from gradstream.transport.base import Caller, Handler, Identity
 from gradstream.transport.methods import COORDINATOR, LIMITS, METHODS, UNLISTED, Method, role_of
 from gradstream.transport.receive_queue import Intakes
-from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
@@ -35,8 +35,6 @@ class AccessControl:
     """Checks each Open against the node's identity, its members and its limits.
 
     Args:
-        identity: identity of the node.
-        runtime: runtime of the node.
         window: chunks that the node holds for each stream it is called on.
     """
 
@@ -57,7 +55,6 @@ class AccessControl:
         """Why this node does not serve an Open; None if it does.
 
         Args:
-            opened: the opening frame.
             caller: the node that made the connection; None if the carrier does not know.
             closed: the endpoint serves no more streams.
             protected: the connection is encrypted, and certificates name both sides.

@@ -59,7 +59,6 @@ class Identity:
     """The identity of an endpoint. It goes into each Open, and incoming Opens are checked against it.
 
     Args:
-        job: job id.
         name: node name, "worker-3".
         incarnation: a number that differs after each start of the node's process.
         fingerprint: fingerprint of the registered model; 0 while none is registered.
@@ -228,7 +227,6 @@ class PeerSocket(NamedTuple):
     """A connected, non-blocking socket to a peer.
 
     Args:
-        socket: the socket.
         checked: its two users must add checksums, and verify them: nothing else guards what goes over it.
     """
 

@@ -97,8 +97,6 @@ def make_endpoint(
     gRPC is always among its carriers: membership goes over it, and it works on every network.
 
     Args:
-        identity: identity of the node.
-        runtime: runtime of the node.
         carrier: "auto" offers all carriers that may be used here; "grpc" offers gRPC alone; any other name
             offers that carrier and gRPC.
         listen, security, insecure: see `GrpcEndpoint`.

@@ -61,7 +61,6 @@ async def tunnel(runtime: Runtime, line: Line, stream: Stream, silence_s: float)
     """Carries a connection through a stream of Chunks, both ways, until both directions have ended.
 
     Args:
-        runtime: runtime of this node.
         line: the connection; closed when this returns.
         stream: leads to the other end of the tunnel. It fails, and so does this, where that end is gone.
         silence_s: the longest time for which the stream may be silent while bytes wait for its credit.
@@ -124,7 +123,6 @@ class Detours:
     """The detours of one node.
 
     Args:
-        runtime: runtime of the node.
         grpc: the node's endpoint of gRPC, which reaches the coordinator.
         silence_s: the longest silence of the coordinator while bytes wait to leave through it.
     """

@@ -69,7 +69,6 @@ class EndpointCore(ABC):
 
     Args:
         identity: identity of this node; may be changed later (a model is registered, a new epoch begins).
-        runtime: runtime of the node.
         window: chunks that the endpoint is ready to hold for each stream it is called on.
     """
 
@@ -331,7 +330,6 @@ class EndpointCore(ABC):
         """Answers an Open: refuses it, or accepts it and starts its handler.
 
         Args:
-            opened: the opening frame.
             carrier: moves the frames of the stream.
             window: chunks that this side holds for the stream; None is the endpoint's own window.
             caller: the node that made the connection; None if the carrier does not know.

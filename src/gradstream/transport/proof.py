@@ -63,10 +63,8 @@ def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job:
     """The caller's side: adds nonces and proof to a greeting.
 
     Args:
-        secret: secret of the run.
         challenge: challenge of the called side.
         greeting: the greeting, complete except for nonces and proof; changed in place.
-        job: job id.
         called: name of the node that has sent the challenge.
     """
     greeting.protocol = PROTOCOL
@@ -105,7 +103,6 @@ def objection(
     """The called side: why a greeting is refused, without details; None if the caller knows the secret.
 
     Args:
-        identity: identity of this node.
         challenge: nonce of the challenge.
         greeting: the caller's greeting.
         checked: this side wants checksums.
@@ -177,7 +174,6 @@ class Credentials:
     """The credentials of one node.
 
     Args:
-        secret: secret of the run.
         authority, certificate, key: PEM; None for a run in plain text.
     """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from gradstream.runtime.tasks import Broadcast
 from gradstream.transport.base import Caller, Identity, Received
 from gradstream.transport.methods import LIMITS
-from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
@@ -65,7 +65,6 @@ class Intakes:
     """The intakes of all peers of one endpoint.
 
     Args:
-        identity: identity of the endpoint.
         window: chunks that the endpoint holds for each stream.
     """
 

@@ -92,7 +92,6 @@ class Shown:
     """A certificate that a caller has shown, and that the run's authority has signed.
 
     Args:
-        name: name of the node.
         digest: SHA-256 of the certificate.
         expires: time after which it is no longer valid.
     """

@@ -32,6 +32,7 @@ from gradstream.errors import (
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import STILL, to_wait_longer
+from gradstream.runtime.tasks import Broadcast, Silence
 from gradstream.transport.base import (
     COPIED,
     MISBEHAVIOUR,
@@ -45,7 +46,6 @@ from gradstream.transport.base import (
 from gradstream.transport.receive_queue import Intake, ReceiveQueue, costs_credit
 from gradstream.transport.shm.channel import Channel
 from gradstream.transport.shm.leases import ReferenceLostError
-from gradstream.transport.silence import Broadcast, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
@@ -80,10 +80,7 @@ class StreamCore:
     """One side of a stream; implements `transport.base.Stream`.
 
     Args:
-        runtime: runtime of this node.
-        me: name of this node.
         peer: name of the other node.
-        opened: the opening frame.
         carrier: moves the frames.
         inbox: receives chunks and bodies until the user takes them.
         called: whether this is the called side.

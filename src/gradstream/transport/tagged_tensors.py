@@ -15,8 +15,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Caller, Identity, Stream, code_of, copy_elements
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.frames import from_wire, to_wire
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow, from_wire, to_wire
 
 PIECE_BYTES = 1 << 20
 """Bytes of each chunk of a tagged tensor."""
@@ -106,12 +105,7 @@ class Mailbox:
 
 
 class TaggedTensors:
-    """Sends and receives tagged tensors of one node, over all of its carriers.
-
-    Args:
-        identity: identity of the node.
-        runtime: runtime of the node.
-    """
+    """Sends and receives tagged tensors of one node, over all of its carriers."""
 
     def __init__(self, identity: Identity, runtime: Runtime) -> None:
         self._identity = identity

@@ -23,7 +23,6 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> BinaryI
     """Opens a file for reading, and not what only looks like one: a pipe, whose reader waits for a writer, or a device.
 
     Args:
-        path: the file.
         links: whether it may be a link to one.
 
     Raises:
@@ -128,7 +127,6 @@ def parse_toml(text: str, *, max_bytes: int = 1 << 16, max_depth: int = MAX_DEPT
     """The value of a TOML document.
 
     Args:
-        text: the document.
         max_bytes: the most characters of the document.
         max_depth: the deepest nesting of tables and lists.
 

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 
-from gradstream.collectives.meetings import Meetings
+from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.coordinator.progress import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
-from gradstream.data.joined import JoinedPlan, unjoined
+from gradstream.data.plan import JoinedPlan, unjoined
 from gradstream.errors import InternalError
 from gradstream.model.factors import factored_layers_of
 from gradstream.sparse.model import SparseModel
@@ -62,10 +62,10 @@ class Assembly:
         batch_gate: see `ReplicaContext`.
         on_step, on_boundary: see `ReplicaContext`.
         place: the place of this process in a replica of several; None if the replica is one process.
-        meetings: its exchanges with single partners, where the strategy has such.
+        pairwise: its exchanges with single partners, where the strategy has such.
 
     Attributes:
-        context, config, source, batch_gate, place, meetings: see above.
+        context, config, source, batch_gate, place, pairwise: see above.
         remainders: what the worker has not sent yet, where a codec or a delay keeps something; else None.
     """
 
@@ -78,7 +78,7 @@ class Assembly:
         on_step: Callable[[StepEvent], None],
         on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]],
         place: PartPlace | None = None,
-        meetings: Meetings | None = None,
+        pairwise: PairwiseExchange | None = None,
     ) -> None:
         self.config = context.config
         self.context = context
@@ -87,7 +87,7 @@ class Assembly:
         self._on_step = on_step
         self._on_boundary = on_boundary
         self.place = place
-        self.meetings = meetings
+        self.pairwise = pairwise
         self.remainders: Remainders | None = None
         self._local: dict[int, LocalSteps] = {}  # by rank, where workers train alone in between
 

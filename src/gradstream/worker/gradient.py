@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from gradstream.data.base import BatchPlan, BatchRef, Feed
-from gradstream.data.joined import parts_of
+from gradstream.data.plan import parts_of
 from gradstream.errors import GradstreamError, NonFiniteError, UserCodeError
 from gradstream.memory import Vector
 from gradstream.model.base import Batch, Model, usable

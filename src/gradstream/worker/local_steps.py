@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from gradstream.data.joined import parts_of
+from gradstream.data.plan import parts_of
 from gradstream.errors import NonFiniteError
 from gradstream.memory import Memory, Vector
 from gradstream.model.base import Batch, usable

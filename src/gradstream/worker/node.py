@@ -10,14 +10,13 @@ from gradstream.checkpoint.folder import MODEL, read_own, read_tensors
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.own_state import EXTRA_FILE
 from gradstream.checkpoint.snapshot import Carried
-from gradstream.collectives.meetings import Meetings
+from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.coordinator.client.member import Member, PhaseOverError, names_of
 from gradstream.coordinator.client.presence import EvictedError
 from gradstream.coordinator.client.requests import Assigned
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.data.base import BatchRef
-from gradstream.data.joined import JoinedPlan
-from gradstream.data.plan import RoundPlan
+from gradstream.data.plan import JoinedPlan, RoundPlan
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import GradstreamError, RefusedError, UserCodeError
 from gradstream.memory import Vector, trim
@@ -182,9 +181,9 @@ class WorkerNode:
             workers=lambda: names_of(member.notice.nodes, "worker"),
             silence_s=config.run.job.deadlines.silence_s,
         )
-        self._meetings: Meetings | None = None
+        self._pairwise: PairwiseExchange | None = None
         if isinstance(config.run.strategy, PeerStrategy):
-            self._meetings = Meetings(runtime, endpoint, config.run.job.deadlines.silence_s)
+            self._pairwise = PairwiseExchange(runtime, endpoint, config.run.job.deadlines.silence_s)
         self._balance: ShareReporter | None = None
         if config.run.balanced and config.run.workers > 1 and config.run.strategy.partitioning == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
@@ -239,8 +238,8 @@ class WorkerNode:
         try:
             spec = await model_spec_of(config, self._runtime)
             self._averager.serve()  # another worker may begin earlier than this one
-            if self._meetings is not None:
-                self._meetings.serve()
+            if self._pairwise is not None:
+                self._pairwise.serve()
             await self._member.join(spec, *tensor_specs_of(config.model))
             await self._runtime.gather(self._train(), self._member.over())
         except PhaseOverError as over:
@@ -335,7 +334,7 @@ class WorkerNode:
             on_step=self._stepped,
             on_boundary=_nothing if self._evaluator is None else self._evaluator.at_boundary,
             place=None if self._lead is None else self._lead.place,
-            meetings=self._meetings,
+            pairwise=self._pairwise,
         )
 
     def _is_lowest(self) -> bool:

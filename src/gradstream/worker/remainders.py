@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from gradstream.checkpoint.manifest import Resume
-from gradstream.checkpoint.own_tensors import answering, read_own
+from gradstream.checkpoint.own_state import answering, read_own
 from gradstream.codec.base import Codec, Encoder
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.errors import DataError

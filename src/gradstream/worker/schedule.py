@@ -10,8 +10,7 @@ from typing import Protocol
 
 from gradstream.coordinator.client.requests import Assigned
 from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.joined import JoinedPlan, parts_of, unjoined
-from gradstream.data.plan import EpochPlan, RoundPlan
+from gradstream.data.plan import EpochPlan, JoinedPlan, RoundPlan, parts_of, unjoined
 from gradstream.data.shares import MANY, WorkerSpeed, begins_window, window_end
 from gradstream.optim.schedules import Position, Rate, rate_at
 from gradstream.runtime.base import Runtime, awaited_later

@@ -39,7 +39,6 @@ def reduce_scatter(place: int, cuts: Sequence[int], rank_of: Callable[[int], int
     """Gives place i of a power of two of places part i of the sum, [cuts[i], cuts[i + 1]).
 
     Args:
-        place: place of this rank.
         cuts: edges of the parts.
         rank_of: (place) to the rank there.
     """

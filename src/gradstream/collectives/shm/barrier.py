@@ -21,8 +21,9 @@ import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from threading import Lock
+from typing import TypeVar
 
 from gradstream.collectives.shm.native import (
     COUNT,
@@ -46,9 +47,33 @@ from gradstream.collectives.shm.rendezvous import (
     ControlBlock,
     fence,
 )
-from gradstream.collectives.shm.steps import Steps
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.transport.socket.unix import recv_descriptors
+
+# ---- steps -------------------------------------------------------------------------------
+# Operations that can stop where they would have to wait, and go on in another thread.
+#
+# An operation is a generator. It yields if the other ranks have not arrived within some microseconds; the rest of
+# it blocks. So the caller carries it out at once if all ranks arrive at about the same time, and needs a thread only
+# if they do not.
+
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""An operation that returns T. After a yield it blocks until others arrive, or a deadline is over."""
+
+
+def finish(steps: Steps[T]) -> T:
+    """Carries out the rest of an operation; blocks this thread if it has to wait."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+# ---- barrier -----------------------------------------------------------------------------
 
 WITH_CORES = 1 << 20, 20_000
 """How often a rank looks for others before it sleeps, and for how many nanoseconds, if each has a core."""
@@ -142,9 +167,7 @@ class HostBarrier:
     """Lets all ranks wait for each other.
 
     Args:
-        rank: this rank.
         names: names of all nodes, by rank.
-        block: control block of this rank.
         peers: all other ranks.
         deadline_s: how long an awaited rank may give no sign of life, in seconds: neither arrive nor beat.
         stop: a descriptor. Once it can be read, a rank that waits gives up.

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradstream.collectives.shm.barrier import HostBarrier, Peer, PeerFailure
+from gradstream.collectives.shm.barrier import HostBarrier, Peer, PeerFailure, Steps, finish
 from gradstream.collectives.shm.operations import SharedOperations
 from gradstream.collectives.shm.rendezvous import (
     BEATS,
@@ -30,7 +30,6 @@ from gradstream.collectives.shm.rendezvous import (
     available,
     meet,
 )
-from gradstream.collectives.shm.steps import Steps, finish
 from gradstream.collectives.shm.vectors import Vectors
 from gradstream.errors import ClosedError, ConfigError, GradstreamError, PeerLostError
 from gradstream.memory import Span, Vector

@@ -54,7 +54,6 @@ class State:
     """64-bit words about a rank that machine code and Python both use.
 
     Args:
-        rank: this rank.
         blocks: addresses of the control blocks of all ranks.
         looks: the most looks that `arrive` takes whether others have arrived, and the most nanoseconds that it looks.
         yields: whether each look yields the core.

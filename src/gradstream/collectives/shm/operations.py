@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from gradstream.collectives.group import slice_of
-from gradstream.collectives.shm.barrier import HostBarrier
+from gradstream.collectives.shm.barrier import HostBarrier, Steps
 from gradstream.collectives.shm.native import DONE, NOT_DONE, TURN, native
 from gradstream.collectives.shm.rendezvous import SLOT_BYTES, Call, ControlBlock, OperationCode
-from gradstream.collectives.shm.steps import Steps
 from gradstream.collectives.shm.vectors import Vectors, number_of
 from gradstream.errors import ConfigError
 from gradstream.memory import Span, Vector
@@ -116,11 +115,9 @@ class SharedOperations:
     """Carries out the operations of one rank. The caller sees to it that one runs at a time.
 
     Args:
-        rank: this rank.
         names: names of all nodes, by rank.
         blocks: control blocks of all ranks.
         barrier: lets all ranks wait for each other.
-        vectors: the vectors of the group.
 
     Attributes:
         quick: small allreduces that machine code can repeat, by (vector, start, stop).

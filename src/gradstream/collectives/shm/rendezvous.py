@@ -157,7 +157,6 @@ class RendezvousMembers:
     """The ranks that are to meet.
 
     Args:
-        job: job id.
         names: names of the nodes, by rank. All are processes of one user on this host.
         rank: rank of this process.
         epoch: membership epoch; another group of the same nodes has another one.

@@ -43,7 +43,6 @@ class Vectors:
     """The vectors of a group, as one of its ranks sees them.
 
     Args:
-        rank: this rank.
         names: names of all nodes, by rank.
         peers: the other ranks, by rank.
         barrier: waits for messages of other ranks.

@@ -136,7 +136,6 @@ class Engine(ABC):
         """Starts an operation in place, and returns.
 
         Args:
-            verb: the operation.
             tensor: (elems,); the engine uses it until it calls `done`.
             root: root of a broadcast.
             done: called when the operation has ended.

@@ -12,11 +12,11 @@ and NCCL sum in a ring: each of p ranks sends 2n(p-1)/p bytes of n.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from gradstream.collectives.communicator import Communicator
+from gradstream.collectives.communicator import Communicator, CommunicatorGroup
 from gradstream.collectives.group import GroupMembers, own_slice
 from gradstream.collectives.torch_backend.engine import (
     Backend,
@@ -39,7 +39,7 @@ BLAME_S = 5.0
 """Longest wait for the name of the rank that has broken an operation, which comes over another connection."""
 
 
-class TorchGroup:
+class TorchGroup(CommunicatorGroup):
     """A `Group` whose operations torch carries out. Made by `form`.
 
     The deadline bounds silence: a rank that gives signs of life may come late to an operation, by up to half
@@ -56,15 +56,10 @@ class TorchGroup:
         hosts: number of addresses on which its ranks listen.
     """
 
-    shares_memory = False
-
     def __init__(self, communicator: Communicator, engine: Engine, backend: Backend, hosts: int) -> None:
-        self.rank, self.size = communicator.rank, communicator.size
-        self.names: Sequence[str] = communicator.names
+        super().__init__(communicator)
         self.backend = backend
         self.hosts = hosts
-        self._communicator = communicator
-        self._runtime = communicator.runtime
         self._engine: Engine | None = engine
         self._lock = asyncio.Lock()  # operations start in the order of their calls
         self._left: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -133,10 +128,6 @@ class TorchGroup:
             return self._runtime.memory.allocate(elems, dtype, name, lead_bytes=lead_bytes)
         return Vector(name, tensor)
 
-    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """See `Group.common`: each rank has its own."""
-        return self.allocate(elems, dtype, name)
-
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.allreduce`: in place."""
         await self._run("allreduce", span, weight=weight)
@@ -157,10 +148,6 @@ class TorchGroup:
             raise ConfigError(f"broadcast(root={root}): expected a rank from 0 to {self.size - 1}")
         await self._run("broadcast", span, root=root)
 
-    def abandon(self, error: PeerLostError) -> None:
-        """See `Group.abandon`."""
-        self._communicator.abandon(error)
-
     async def close(self) -> None:
         """See `Group.close`. Does not wait for an operation that hangs."""
         engine, self._engine = self._engine, None
@@ -169,7 +156,7 @@ class TorchGroup:
         if engine is not None:
             engine.abort()
         del engine  # ends its connections, by which torch tells ranks that wait for this one
-        await self._communicator.close()
+        await super().close()
 
     # ---- operations ---------------------------------------------------------------------
 

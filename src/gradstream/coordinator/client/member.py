@@ -24,6 +24,7 @@ from gradstream.errors import (
 )
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.tasks import Broadcast
 from gradstream.telemetry.events import CarriersEvent, DamagedEvent
 from gradstream.transport.base import Endpoint, Priority
 from gradstream.wire import v1
@@ -37,7 +38,6 @@ class RunAbortedError(GradstreamError):
     """The coordinator has ended the run because of a node, this or another.
 
     Args:
-        culprit: name of the node.
         error: name of the class of its exception.
         reason: what happened to it.
     """
@@ -108,7 +108,7 @@ class Member(Reporter):
         self.requests = WorkerRequests(runtime, endpoint, self._deadlines, self)
         self._listeners: list[Callable[[v1.Notice], None]] = []
         self._error: GradstreamError | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._news = Broadcast()
         self._presence: Presence | None = None
         self._attending: asyncio.Task[None] | None = None
         endpoint.on_damage = lambda peer, size_bytes: self.emit(
@@ -206,9 +206,7 @@ class Member(Reporter):
                 raise self._error
             if self._presence is None:
                 raise ClosedError(f"{self.node.name} has not joined")
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+            await self._news.wait()
 
     def listen(self, listener: Callable[[v1.Notice], None]) -> None:
         """Calls `listener` with each notice that differs from the one before."""
@@ -326,7 +324,7 @@ class Member(Reporter):
 
     def _fail(self, error: GradstreamError) -> None:
         self._error = self._error or error
-        self._wake()
+        self._news.ring()
 
     async def _keep_hearing(self, presence: Presence) -> None:
         while await self._hear(presence):
@@ -352,7 +350,7 @@ class Member(Reporter):
         if changed:
             for listener in self._listeners:
                 listener(notice)
-            self._wake()
+            self._news.ring()
         if self._error is not None:
             raise self._error
         if notice.phase == v1.Notice.FINISHED:
@@ -390,13 +388,6 @@ class Member(Reporter):
     async def _send_beats(self, presence: Presence) -> None:
         for beat in self._take_beats():
             await presence.say(beat)
-
-    def _wake(self) -> None:
-        """Lets `heard` look again."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
 
 def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:

@@ -35,7 +35,6 @@ class Presence:
 
     Args:
         runtime: the node's runtime; only its time is used.
-        endpoint: endpoint of this node.
         stream: the first stream, opened by "join".
         deadlines: bound the silence of the coordinator.
 
@@ -229,7 +228,6 @@ class EvictedError(GradstreamError):
     """The coordinator has counted this node as lost; the run continues without it, or has ended.
 
     Args:
-        node: name of this node.
         reason: the coordinator's reason.
     """
 
@@ -246,8 +244,6 @@ class Heartbeat:
 
     Args:
         runtime: time and tasks.
-        endpoint: endpoint of this node.
-        presence: presence of this node.
         deadlines: bound the silence of the coordinator.
         on_lost: called once, if this node was evicted or the coordinator's process has ended.
     """

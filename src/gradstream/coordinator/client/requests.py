@@ -34,7 +34,6 @@ class Reporter:
     """Takes the reports of one node. They go out in the next beat, in order and each once.
 
     Args:
-        name: name of the node.
         clock: time of its events.
 
     Attributes:
@@ -133,7 +132,6 @@ class WorkerRequests:
 
     Args:
         runtime: supplies the time.
-        endpoint: endpoint of the worker.
         deadlines: bound the coordinator's silence.
         reporter: reports of the worker. They go out before a request: other workers may wait for them.
     """

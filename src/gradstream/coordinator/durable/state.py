@@ -24,11 +24,10 @@ from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.orphaned_pushes import LostPush, Orphans, Redo
 from gradstream.coordinator.participation import Interval
 from gradstream.coordinator.snapshot import Snapshot
-from gradstream.data.base import BatchRef
-from gradstream.data.hands import AssignableBatches
+from gradstream.data.base import BatchRef, DataProgress
+from gradstream.data.leases import AssignableBatches
 from gradstream.data.ledger import EpochCounts
 from gradstream.data.open_ledger import LoopSequence
-from gradstream.data.progress import DataProgress
 from gradstream.data.reassignment import Block, Epoch, LoopEpochs
 from gradstream.data.shares import WorkerSpeed
 from gradstream.untrusted import parse_json

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gradstream.coordinator.client.member import Member
-from gradstream.data.joined import ids_of
+from gradstream.data.plan import ids_of
 from gradstream.errors import DivergedError
 from gradstream.ext.replay.membership import ReplayedMember, ReplayedMembers
 from gradstream.ext.replay.recorded_run import RecordedRun, load_recorded_run

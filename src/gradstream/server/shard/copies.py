@@ -53,8 +53,7 @@ from gradstream.server.shard.state import ChunkState
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import PartMap, Placement
-from gradstream.wire.frames import to_wire
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow, to_wire
 
 # ---- between processes -------------------------------------------------------------------
 

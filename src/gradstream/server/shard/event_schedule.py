@@ -20,7 +20,7 @@ from gradstream.server.aggregation import FetchTerms
 from gradstream.server.rows import Part
 from gradstream.server.shard.pending_push import PendingFetch
 from gradstream.server.shard.state import Apply, Parked, QuorumDecision, ShardState
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow
 
 # ---- event schedule ----------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.shard.passes import ChunkProcedure, Clocks
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import SequenceWindow
 
 # ---- instructions ------------------------------------------------------------------------
 # What the state machine has the executor do.

@@ -15,6 +15,7 @@ import torch
 
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.tasks import Broadcast
 from gradstream.transport.base import bytes_of, refusal_of
 from gradstream.transport.grpc.connection import (
     EOF,
@@ -26,7 +27,6 @@ from gradstream.transport.grpc.connection import (
     is_cancelled,
 )
 from gradstream.transport.security import explain, is_refused
-from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import SEAL_BYTES, DamagedError, FrameError, decode, encode, payload_tensor, seal
@@ -42,9 +42,6 @@ class BulkGate:
 
     On one event loop, each of the ten or so steps of a call would otherwise wait for a chunk. A control
     stream that stays open holds bulk back for `HOLD_S` after its opening.
-
-    Args:
-        runtime: runtime of this node.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -199,7 +196,6 @@ class OutgoingCall(GrpcCarrier):
     """The carrier of the calling side: makes the call once the connection has a session.
 
     Args:
-        gate: gate of the endpoint.
         spawn: spawns the tasks of the call.
         connection: connection to the peer.
         bulk: the stream is one of bulk data, which the gate holds back.

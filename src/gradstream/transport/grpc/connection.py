@@ -26,8 +26,16 @@ from gradstream.transport.base import Identity, refused_by
 from gradstream.transport.methods import LIMITS
 from gradstream.transport.security import explain, is_refused
 from gradstream.wire import v1
-from gradstream.wire.frames import MAX_FRAME_BYTES, PROTOCOL, DamagedError, FrameError, decode, seal, unseal
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    DamagedError,
+    FrameError,
+    SequenceWindow,
+    decode,
+    seal,
+    unseal,
+)
 
 # ---- sessions ----------------------------------------------------------------------------
 # Sessions of gRPC: callers that have proved to know the run's secret, and the passes of their streams.
@@ -60,11 +68,7 @@ class PeerSession:
 
 
 class Sessions:
-    """The sessions of peers that connect to this node: makes challenges, and checks the peers' answers and frames.
-
-    Args:
-        identity: identity of this node.
-    """
+    """The sessions of peers that connect to this node: makes challenges, and checks the peers' answers and frames."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -84,8 +88,6 @@ class Sessions:
         """Checks a stranger's greeting: returns its session and our answer, or a refusal without details.
 
         Args:
-            raw: the greeting.
-            now_ns: the time.
             checked: the connection needs checksums.
         """
         refused = v1.Refuse(code=v1.BAD_SECRET, message=proof.BAD_SECRET)
@@ -208,8 +210,6 @@ class GrpcConnection:
     """A channel of one priority to a peer, and the session on it.
 
     Args:
-        identity: identity of this node.
-        runtime: runtime of this node.
         peer: name of the node that is called.
         channel: channel to the peer; `close` closes it.
         checked: messages have checksums, whatever the peer wants.

@@ -125,7 +125,6 @@ class GrpcEndpoint(EndpointCore):
     """An endpoint on grpc.aio.
 
     Args:
-        identity: identity of this node.
         runtime: a real runtime.
         listen: host:port; port 0 takes a free port, see `address` after `start`.
         security: TLS, for listening and for dialling; None is plain text.

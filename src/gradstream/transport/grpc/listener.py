@@ -28,7 +28,6 @@ class Listener:
     """A server of gRPC, or the one that has followed it.
 
     Args:
-        runtime: runtime of the node.
         make: makes a server with its handlers, and a function that says whether members have sessions on it.
         listen: has a server listen on an address, and returns the port.
     """

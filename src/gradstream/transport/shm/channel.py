@@ -63,7 +63,6 @@ class Channel:
     """One connection between two nodes, and what each has lent to the other.
 
     Args:
-        runtime: runtime of this node.
         connection: connected non-blocking socket of kind SOCK_SEQPACKET to a process of the same user. The
             channel closes it.
         number: number of the channel, chosen by the node that has connected.
@@ -217,12 +216,7 @@ class Channel:
 
 
 class PayloadChannels:
-    """All payload channels of an endpoint.
-
-    Args:
-        runtime: runtime of the node.
-        identity: identity of the node.
-    """
+    """All payload channels of an endpoint."""
 
     def __init__(self, runtime: Runtime, identity: Identity) -> None:
         self._runtime = runtime

@@ -23,8 +23,7 @@ from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
-from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
-from gradstream.wire.window import SequenceWindow
+from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError, SequenceWindow
 
 LEAST_BYTES = 32 << 10
 """Smaller payloads travel with their frame: that costs less than a loan."""
@@ -52,7 +51,6 @@ class Loaned:
     """A loan that this side has given; implements `transport.base.Lent`.
 
     Args:
-        runtime: runtime of this node.
         end: called when the loan is over.
         close_channel: closes the channel, and with it all of its loans; takes the reason.
     """
@@ -130,8 +128,6 @@ class GivenLeases:
     """Lends memory of this node to the other side of a channel, which reads it where it lies, and counts the loans.
 
     Args:
-        runtime: runtime of this node.
-        channel: number of the channel.
         post: sends a message to the other side.
         close_channel: see `Loaned`.
     """
@@ -240,7 +236,6 @@ class BorrowedLeases:
     """The loans that this side has received.
 
     Args:
-        channel: number of the channel.
         post: sends a message to the other side.
     """
 

@@ -293,7 +293,6 @@ class MemoryEndpoint(EndpointCore):
 
     Args:
         identity: identity of the node; its name makes the address.
-        runtime: virtual runtime of the node.
         network: network that the endpoint joins when it starts.
         window: chunks held for each incoming stream.
     """

@@ -52,7 +52,6 @@ class _Card:
     """One direction of a machine's network card: it serves the packets of each stream queue in order.
 
     Args:
-        clock: virtual clock.
         bandwidth_bytes_s: bytes a second; math.inf for memory.
         done: called when a frame was served.
         begun: called when the service of a frame begins, with the time of its end in ns.

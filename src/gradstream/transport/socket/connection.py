@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from gradstream.runtime.tasks import Broadcast
 from gradstream.transport import proof
 from gradstream.transport.base import Identity, refused_by
 from gradstream.transport.methods import LIMITS
-from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket import framing
 from gradstream.transport.socket.framing import GREETING, PREFIX, FrameReader, OutgoingFrame, Receiver
 from gradstream.wire import v1
@@ -230,7 +230,6 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
         connected: connected non-blocking socket.
         greeting: the greeting without its nonces and proof. Afterwards, `checked` says whether the connection
             has checksums.
-        identity: identity of this node.
         called: name of the node that the caller wants to reach.
 
     Raises:
@@ -261,7 +260,6 @@ async def answer(
 
     Args:
         connected: connected non-blocking socket.
-        identity: identity of this node.
         objection: says why this node refuses a caller that knows the secret; None if it accepts it.
         checked: this side wants checksums.
 

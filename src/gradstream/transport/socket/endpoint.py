@@ -36,11 +36,7 @@ UNCLAIMED_S = 10.0  # a socket that nobody asks for is closed after this time
 
 
 class DataSockets:
-    """Keeps data sockets that peers have dialled until the node asks for them.
-
-    Args:
-        runtime: runtime of the node.
-    """
+    """Keeps data sockets that peers have dialled until the node asks for them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -22,8 +22,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from gradstream.wire import v1
-from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError, verify
-from gradstream.wire.window import checksum
+from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError, checksum, verify
 
 GREETING = 0
 """The stream number of the frames that begin a connection and name the caller (see `greeting`)."""

@@ -13,8 +13,8 @@ import torch
 
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.tasks import Broadcast
 from gradstream.transport.base import SendHandle, bytes_of, refusal_of
-from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket.connection import Connection
 from gradstream.transport.socket.framing import GREETING, OutgoingFrame, PayloadPlace
 from gradstream.transport.stream import StreamCore
@@ -38,7 +38,6 @@ class SocketSendHandle:
     """The memory of a payload that is sent from where it lies; implements `transport.carrier.SendHandle`.
 
     Args:
-        runtime: runtime of this node.
         frame: the frame that the payload belongs to.
     """
 
@@ -89,7 +88,6 @@ class MultiplexedCarrier:
     Args:
         multiplexer: carries the stream.
         number: number of the stream on this multiplexer.
-        runtime: runtime of this node.
     """
 
     def __init__(self, multiplexer: Multiplexer, number: int, runtime: Runtime) -> None:
@@ -216,7 +214,6 @@ class Multiplexer:
     """All streams of one priority that one node has opened to another.
 
     Args:
-        runtime: runtime of this node.
         peer: name of the other node.
         num_connections: number of sockets.
         answer: answers each Open; None if this node is the caller.

@@ -43,7 +43,6 @@ class TcpEndpoint(SocketEndpoint):
     """An endpoint on TCP.
 
     Args:
-        identity: identity of this node.
         runtime: a real runtime.
         listen: host:port; port 0 takes a free port, see `address` after `start`.
         insecure: allows to listen on other interfaces than loopback.

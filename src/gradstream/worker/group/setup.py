@@ -10,7 +10,7 @@ import torch
 
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.collectives.group import Buckets, Group, GroupMembers
-from gradstream.data.joined import JoinedPlan
+from gradstream.data.plan import JoinedPlan
 from gradstream.memory import Span, Vector
 from gradstream.model.factors import factored_layers_of
 from gradstream.runtime.base import Runtime

@@ -11,11 +11,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from gradstream.checkpoint.own_state import receive_file, send_file
-from gradstream.checkpoint.own_tensors import MOST_BYTES, read_own
+from gradstream.checkpoint.own_state import MOST_BYTES, read_own, receive_file, send_file
 from gradstream.checkpoint.snapshot import Pieces, load
 from gradstream.collectives.group import slice_of
-from gradstream.collectives.meetings import Meetings
+from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.coordinator.client.member import names_of
 from gradstream.errors import DataError, DeadlineError, PeerLostError, RefusedError
 from gradstream.memory import Span, Vector
@@ -209,16 +208,16 @@ GONE = (PeerLostError, DeadlineError)
 
 async def make(assembly: Assembly) -> PeerExchange:
     """Makes a worker's exchange."""
-    config, context, meetings = assembly.config, assembly.context, assembly.meetings
+    config, context, pairwise = assembly.config, assembly.context, assembly.pairwise
     strategy, member, resume = config.run.strategy, context.member, context.resume
-    assert meetings is not None and isinstance(strategy, PeerStrategy)
+    assert pairwise is not None and isinstance(strategy, PeerStrategy)
     return PeerExchange(
         context,
         strategy,
-        meetings,
+        pairwise,
         lambda transfers: PeerReplica(
             assembly.replica_context(),
-            meetings,
+            pairwise,
             config.run.job.seed,
             strategy,
             lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
@@ -237,7 +236,7 @@ class PeerExchange(Exchange):
     Args:
         context: the worker's place in the run.
         strategy: strategy of the run.
-        meetings: the exchanges of this worker's node, which partners reach already.
+        pairwise: the exchanges of this worker's node, which partners reach already.
         replica: makes the replica, which reports its transfers.
         restores: the checkpoint that the run goes on from, if there is one, has the state of this strategy's workers.
         chunk_elems: elements of a chunk. A checkpoint has a version for each.
@@ -249,7 +248,7 @@ class PeerExchange(Exchange):
         self,
         context: ExchangeContext,
         strategy: PeerStrategy,
-        meetings: Meetings,
+        pairwise: PairwiseExchange,
         replica: Callable[[Transfers], PeerReplica],
         *,
         restores: bool,
@@ -257,7 +256,7 @@ class PeerExchange(Exchange):
     ) -> None:
         super().__init__(context)
         self._strategy = strategy
-        self._meetings = meetings
+        self._pairwise = pairwise
         self._restores = restores
         self._transfers = Transfers(context.config.rank, context.member.emit)
         self._accounted = (0, 0, 0, 0)  # exchanges, bytes both ways, and those of whole vectors
@@ -266,7 +265,7 @@ class PeerExchange(Exchange):
         self._states.serve(context.endpoint)
         self._source = _PeerSnapshot(self, chunk_elems)
         self._members: Mapping[str, int] = {}
-        meetings.absent(context.late)
+        pairwise.absent(context.late)
         context.member.listen(self._hear)
         self._hear(context.member.notice)
 
@@ -275,7 +274,7 @@ class PeerExchange(Exchange):
         before, self._members = self._members, {node.name: node.incarnation for node in notice.nodes}
         for name, incarnation in before.items():
             if self._members.get(name) != incarnation:
-                self._meetings.lost(name, "was lost, as the coordinator says")
+                self._pairwise.lost(name, "was lost, as the coordinator says")
 
     @property
     def context(self) -> ExchangeContext:
@@ -295,7 +294,7 @@ class PeerExchange(Exchange):
         context, replica = self._context, self.replica
         if context.late:
             await self._copy_another()
-            self._meetings.absent(False)
+            self._pairwise.absent(False)
         elif context.resume is not None:
             await self._restore()
         else:
@@ -348,7 +347,7 @@ class PeerExchange(Exchange):
     async def train(self) -> None:
         """See `Exchange`."""
         await self._strategy.train(self.replica)
-        self._meetings.end()
+        self._pairwise.end()
         self._states.end()
 
     async def finish(self) -> None:
@@ -406,8 +405,8 @@ class PeerExchange(Exchange):
     def report(self) -> Sequence[Event]:
         """See `Exchange`: an exchange counts as a push and a fetch."""
         self._transfers.accounted()
-        replica, meetings = self.replica, self._meetings
-        now = (replica.meetings_done, meetings.given_bytes, meetings.taken_bytes, replica.whole_bytes)
+        replica, pairwise = self.replica, self._pairwise
+        now = (replica.exchanges_done, pairwise.given_bytes, pairwise.taken_bytes, replica.whole_bytes)
         done, given, taken, whole = (new - old for new, old in zip(now, self._accounted, strict=True))
         self._accounted = now
         return [
@@ -426,7 +425,7 @@ class PeerExchange(Exchange):
     async def close(self) -> None:
         """See `Exchange`."""
         await super().close()
-        self._meetings.end()
+        self._pairwise.end()
 
 
 class _PeerSnapshot:

@@ -9,16 +9,16 @@ from functools import partial
 import torch
 
 from gradstream.codec.base import WORD, Encoder
-from gradstream.collectives.meetings import Meetings
+from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.errors import DataError
 from gradstream.memory import Span, Vector
 from gradstream.model.base import finite
 from gradstream.runtime.base import Work
+from gradstream.runtime.tasks import Broadcast
 from gradstream.strategies import api
 from gradstream.strategies.base import PeerStrategy
 from gradstream.telemetry.events import AloneEvent
 from gradstream.telemetry.wait_attribution import Kind, Transfer, WaitAttribution
-from gradstream.transport.silence import Broadcast
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.local_steps import LocalParameters
 from gradstream.worker.loop import LoopSource
@@ -30,7 +30,7 @@ class PeerReplica(Replica):
 
     Args:
         context: parts of every replica; its `gradients` are local steps.
-        meetings: the exchanges of this worker's node.
+        pairwise: the exchanges of this worker's node.
         seed: seed of the run.
         strategy: strategy of the run.
         live: see `api.PeerWorker`.
@@ -41,8 +41,8 @@ class PeerReplica(Replica):
         on_alone: called with each that is not, though there was a partner.
 
     Attributes:
-        meetings, seed, state, numbers: see `api.PeerWorker`.
-        meetings_done: number of exchanges that are done.
+        pairwise, seed, state, numbers: see `api.PeerWorker`.
+        exchanges_done: number of exchanges that are done.
         whole_bytes: bytes that they would have given, had nothing been encoded.
         changed: rings when the worker has begun, and when it has ended.
         still: held in a round. Whoever else holds it has parameters and state of the same moment.
@@ -51,7 +51,7 @@ class PeerReplica(Replica):
     def __init__(
         self,
         context: ReplicaContext,
-        meetings: Meetings,
+        pairwise: PairwiseExchange,
         seed: int,
         strategy: PeerStrategy,
         live: Callable[[], Sequence[int]],
@@ -62,7 +62,7 @@ class PeerReplica(Replica):
         self._allocate = partial(context.runtime.memory.allocate, exchanged=True)
         self._attribution = WaitAttribution()
         super().__init__(context, self._allocate, self._attribution)
-        self.meetings = meetings
+        self.pairwise = pairwise
         self.seed = seed
         self.state: Mapping[str, Vector] = {name: self._vector(name) for name in strategy.state_names}
         self.numbers: Mapping[str, Vector] = {
@@ -70,7 +70,7 @@ class PeerReplica(Replica):
         }
         for name, first in strategy.numbers.items():
             self.numbers[name].tensor.fill_(first)
-        self.meetings_done = self.whole_bytes = 0
+        self.exchanges_done = self.whole_bytes = 0
         self.changed = Broadcast()
         self._live = live
         self._encoder = encoder
@@ -131,7 +131,7 @@ class PeerReplica(Replica):
         taken, begun_ns = self._landing_for(given), self._runtime.now()
         names = _name(to), _name(giver)
         gives, takes = [one.all for one in given], [one.all for one in taken]
-        why = await self.meetings.pass_on(self.version, names[0], names[1], gives, takes)
+        why = await self.pairwise.pass_on(self.version, names[0], names[1], gives, takes)
         self._attribution.note(Kind.WORKER, names[1] or self._runtime.node, begun_ns, self._runtime.now())
         if not why[1] and not await self._sound(taken):
             why = why[0], f"{names[1]} has given numbers that are not finite"
@@ -150,7 +150,7 @@ class PeerReplica(Replica):
             await self._encode(self._encoder, given[0])
             gives[0], takes[0] = self._coded.all, self._coded_taken.all
         begun_ns = self._runtime.now()
-        why = await self.meetings.meet(self.version, name, gives, takes)
+        why = await self.pairwise.swap(self.version, name, gives, takes)
         self._attribution.note(Kind.WORKER, name or self._runtime.node, begun_ns, self._runtime.now())
         if not why and self._encoder is not None:
             why = await self._decode(self._encoder, taken[0], name)
@@ -198,7 +198,7 @@ class PeerReplica(Replica):
 
     def _count(self, gives: Sequence[Span], given: Sequence[Vector], begun_ns: int) -> None:
         """Counts an exchange that is done, with what was sent, and what that stands for."""
-        self.meetings_done += 1
+        self.exchanges_done += 1
         self.whole_bytes += sum(one.tensor.nbytes for one in given)
         sent_bytes = sum(one.tensor.nbytes for one in gives)
         self._on_transfer(Transfer("push", (self._runtime.now() - begun_ns) / 1e9, sent_bytes))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradstream.checkpoint.own_tensors import answering, read_own
+from gradstream.checkpoint.own_state import answering, read_own
 from gradstream.data.base import Feed
 from gradstream.errors import DataError
 from gradstream.pipeline.hybrid import Hybrid

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradstream.collectives import meetings
-from gradstream.collectives.meetings import Meetings
+from gradstream.collectives import pairwise
+from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.runtime.simulation import Link, Network, Partition, SimulationConfig
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity
@@ -24,7 +24,7 @@ NETWORK = Network(bandwidth_bytes_s=1e6, link=Link(latency_s=1e-3))
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vector has eight chunks."""
-    monkeypatch.setattr(meetings, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(pairwise, "PIECE_BYTES", 1000)
 
 
 class Nodes:
@@ -45,7 +45,7 @@ class Nodes:
         self.chunks = 0
         self.doomed = (-1, -1)  # rank, and the number of the chunk at whose arrival it dies
         self._endpoints: list[MemoryEndpoint] = []
-        self._meetings: list[Meetings] = []
+        self._pairwise: list[PairwiseExchange] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def run(
@@ -62,7 +62,7 @@ class Nodes:
 
         async def lose(seconds: float, rank: int, name: str) -> None:
             await self.cluster.runtime("director").sleep(seconds)
-            self._meetings[rank].lost(name, "was lost, as the coordinator says")
+            self._pairwise[rank].lost(name, "was lost, as the coordinator says")
 
         async def live(rank: int, plan: Sequence[tuple[float, int, int | tuple[int, int]]]) -> None:
             runtime = self.cluster.runtime(self.names[rank])
@@ -73,22 +73,22 @@ class Nodes:
                 key = rank, number
                 if isinstance(partner, tuple):
                     to, giver = (self.names[one] for one in partner)
-                    why = await self._meetings[rank].pass_on(number, to, giver, [own.all], [into.all])
+                    why = await self._pairwise[rank].pass_on(number, to, giver, [own.all], [into.all])
                     self.why[key] = ", ".join(filter(None, why))
                 else:
                     name = "" if partner < 0 else self.names[partner]
-                    self.why[key] = await self._meetings[rank].meet(number, name, [own.all], [into.all])
+                    self.why[key] = await self._pairwise[rank].swap(number, name, [own.all], [into.all])
                 self.got[key] = sorted(set(into.tensor.tolist()))
                 self.ended_s[key] = self.cluster.clock.now_ns / 1e9
-            self._meetings[rank].end()
+            self._pairwise[rank].end()
 
         async def main() -> None:
             for name in self.names:
                 endpoint = self._endpoint(name)
                 await endpoint.start()
                 self._endpoints.append(endpoint)
-                self._meetings.append(Meetings(self.cluster.runtime(name), endpoint, SILENCE_S))
-                self._meetings[-1].serve()
+                self._pairwise.append(PairwiseExchange(self.cluster.runtime(name), endpoint, SILENCE_S))
+                self._pairwise[-1].serve()
             for endpoint in self._endpoints:
                 for other in self._endpoints:
                     endpoint.know(other.identity.name, other.address)

@@ -1,4 +1,4 @@
-"""`Meetings`: one node exchanges vectors with one partner at a time, in rounds, and no third node has a part in it.
+"""`PairwiseExchange`: one node exchanges vectors with one partner at a time, in rounds. No third node has a part in it.
 
     opens a stream for round r ──▶ ◀── opens a stream for round r       each of a pair gives on its own stream
     "I am there"               ──▶      waits until it is in round r itself
@@ -28,8 +28,8 @@ import torch
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
 from gradstream.memory import Span, borrow_all
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.tasks import Broadcast
 from gradstream.transport.base import Endpoint, Stream, copy_elements
-from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 from gradstream.wire.frames import to_wire
 
@@ -56,7 +56,7 @@ class GoneOnError(PeerLostError):
 
 
 @dataclass(slots=True, eq=False)
-class _Meeting:
+class _Exchange:
     """The exchange of a round that is under way.
 
     Args:
@@ -87,11 +87,10 @@ class _Meeting:
                 half.exception()  # it may be that nobody awaits it any more
 
 
-class Meetings:
+class PairwiseExchange:
     """The exchanges of one node.
 
     Args:
-        runtime: runtime of this node.
         endpoint: a started endpoint, which knows the addresses of all partners.
         silence_s: a partner that is silent for so long is given up, in seconds.
 
@@ -106,7 +105,7 @@ class Meetings:
         self._me = runtime.node
         self._silence_s = silence_s
         self._round = -1  # the newest one of which it is known whom this node meets in it
-        self._meeting: _Meeting | None = None
+        self._current: _Exchange | None = None
         self._absent = False
         self._changed = Broadcast()
 
@@ -114,7 +113,7 @@ class Meetings:
         """Answers partners from now on. Epochs may differ: a partner may know of a loss, and this node not yet."""
         self._endpoint.serve(METHOD, self._answer, model=False)
 
-    async def meet(self, number: int, partner: str, given: Sequence[Span], into: Sequence[Span]) -> str:
+    async def swap(self, number: int, partner: str, given: Sequence[Span], into: Sequence[Span]) -> str:
         """Exchanges vectors with a partner in a round: both have the other's, or none has.
 
         Args:
@@ -126,7 +125,7 @@ class Meetings:
         Returns:
             "" if the exchange is done; else why not.
         """
-        gave, took = await self._exchange(number, _Meeting(partner, partner, into, pair=True), given)
+        gave, took = await self._carry_out(number, _Exchange(partner, partner, into, pair=True), given)
         return gave or took
 
     async def pass_on(
@@ -135,44 +134,44 @@ class Meetings:
         """Gives vectors to one node, and takes those of another, in a round. Each half is done, or not, by itself.
 
         Args:
-            number, given, into: as for `meet`.
+            number, given, into: as for `swap`.
             to: name of the node that gets them; "" for none.
             giver: name of the node that gives; "" for none.
 
         Returns:
             "" if `to` has the vectors, else why not; "" if `into` has those of `giver`, else why not.
         """
-        return await self._exchange(number, _Meeting(to, giver, into, pair=False), given)
+        return await self._carry_out(number, _Exchange(to, giver, into, pair=False), given)
 
-    async def _exchange(self, number: int, meeting: _Meeting, given: Sequence[Span]) -> tuple[str, str]:
+    async def _carry_out(self, number: int, exchange: _Exchange, given: Sequence[Span]) -> tuple[str, str]:
         assert number > self._round
-        self._round, self._meeting = number, meeting if meeting.to else None
+        self._round, self._current = number, exchange if exchange.to else None
         self._changed.ring()
-        if not meeting.to:
+        if not exchange.to:
             return ("there is no partner",) * 2
-        halves = [self._give(meeting, number, given)]
-        if not meeting.pair:  # else what the partner answers to the one half tells of the other
-            halves.append(self._ask(meeting, number))
-        with borrow_all(given, meeting.into, to=f"{self._me}: round {number}"):
+        halves = [self._give(exchange, number, given)]
+        if not exchange.pair:  # else what the partner answers to the one half tells of the other
+            halves.append(self._ask(exchange, number))
+        with borrow_all(given, exchange.into, to=f"{self._me}: round {number}"):
             tasks = [self._runtime.spawn(half, name=f"{self._me}/round-{number}") for half in halves]
             try:
-                return await _why(meeting.gave), await _why(meeting.took)
+                return await _why(exchange.gave), await _why(exchange.took)
             finally:
-                self._meeting = None
-                meeting.over.set()
+                self._current = None
+                exchange.over.set()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                if meeting.incoming is not None and not _complete(meeting.took):
-                    meeting.incoming.cancel("the exchange was given up")  # nothing is written any more
+                if exchange.incoming is not None and not _complete(exchange.took):
+                    exchange.incoming.cancel("the exchange was given up")  # nothing is written any more
 
     def lost(self, node: str, why: str) -> None:
         """Gives up what is exchanged with a node that is no member any more."""
-        meeting, error = self._meeting, PeerLostError(node, why)
-        if meeting is not None and meeting.to == node:
-            meeting.fail(error, meeting.gave)
-        if meeting is not None and meeting.giver == node:
-            meeting.fail(error, meeting.took)
+        exchange, error = self._current, PeerLostError(node, why)
+        if exchange is not None and exchange.to == node:
+            exchange.fail(error, exchange.gave)
+        if exchange is not None and exchange.giver == node:
+            exchange.fail(error, exchange.took)
 
     def absent(self, is_absent: bool) -> None:
         """Whether this node takes part in no round yet. Then nobody waits for it: it may be waiting for them."""
@@ -186,14 +185,14 @@ class Meetings:
 
     # ---- the giving half ------------------------------------------------------------------
 
-    async def _give(self, meeting: _Meeting, number: int, spans: Sequence[Span]) -> None:
+    async def _give(self, exchange: _Exchange, number: int, spans: Sequence[Span]) -> None:
         try:
-            await self._send(meeting.to, number, spans)
+            await self._send(exchange.to, number, spans)
         except LOST as error:
-            meeting.fail(error, meeting.gave)
+            exchange.fail(error, exchange.gave)
             return
-        if not meeting.gave.done():
-            meeting.gave.set_result(None)
+        if not exchange.gave.done():
+            exchange.gave.set_result(None)
 
     async def _send(self, partner: str, number: int, spans: Sequence[Span]) -> None:
         wire = to_wire(spans[0].tensor.dtype)
@@ -227,17 +226,17 @@ class Meetings:
 
     # ---- the receiving half ---------------------------------------------------------------
 
-    async def _ask(self, meeting: _Meeting, number: int) -> None:
+    async def _ask(self, exchange: _Exchange, number: int) -> None:
         """Fails unless the giver gives to this node in this round, or once it is gone before it has."""
-        stream = await self._endpoint.open(meeting.giver, METHOD, v1.Tensor(tag=number))
+        stream = await self._endpoint.open(exchange.giver, METHOD, v1.Tensor(tag=number))
         try:
             await stream.send(v1.Frame(body=v1.Body(data=COME)))
             await self._expect(stream, COME)
             await stream.recv(self._silence_s)  # its end: the giver is through with this round
-            if meeting.incoming is None:
+            if exchange.incoming is None:
                 raise GoneOnError(stream.peer, "has given nothing in this round")
         except LOST as error:
-            meeting.fail(error, meeting.took)
+            exchange.fail(error, exchange.took)
         finally:
             stream.cancel("the answer is there")
 
@@ -249,29 +248,29 @@ class Meetings:
                 await self._runtime.within(self._silence_s / SIGNS, self._reached(request.tag))
             except TimeoutError:
                 await stream.waiting([f"{self._me}: not in round {request.tag} yet"])
-        meeting, sender = self._meeting, stream.opened.sender
+        exchange, sender = self._current, stream.opened.sender
         asks = not request.elems
         if (
             self._absent
             or self._round != request.tag
-            or meeting is None
-            or sender != (meeting.to if asks else meeting.giver)
+            or exchange is None
+            or sender != (exchange.to if asks else exchange.giver)
         ):
             await stream.send(v1.Frame(body=v1.Body(data=GO_ON)))
             return
         if asks:
-            await self._attend(stream, meeting)
+            await self._attend(stream, exchange)
             return
-        if meeting.incoming is not None:
+        if exchange.incoming is not None:
             raise RefusedError(self._me, "BAD_REQUEST", f"{stream.peer} gives in round {request.tag} already")
-        meeting.incoming = stream
+        exchange.incoming = stream
         try:
-            await self._take(stream, request, meeting.into)
+            await self._take(stream, request, exchange.into)
         except LOST as error:
-            meeting.fail(error, meeting.took)
+            exchange.fail(error, exchange.took)
             raise
-        if not meeting.took.done():
-            meeting.took.set_result(None)
+        if not exchange.took.done():
+            exchange.took.set_result(None)
 
     def _knows(self, number: int) -> bool:
         """Whether it is known whom this node meets in a round."""
@@ -281,12 +280,12 @@ class Meetings:
         while not self._knows(number):
             await self._changed.wait()
 
-    async def _attend(self, stream: Stream, meeting: _Meeting) -> None:
+    async def _attend(self, stream: Stream, exchange: _Exchange) -> None:
         """Answers a node that asks whether this one gives to it, and stays until it has."""
         await stream.send(v1.Frame(body=v1.Body(data=COME)))
-        while not meeting.over.is_set():
+        while not exchange.over.is_set():
             try:
-                await self._runtime.within(self._silence_s / SIGNS, meeting.over.wait())
+                await self._runtime.within(self._silence_s / SIGNS, exchange.over.wait())
             except TimeoutError:
                 await stream.waiting([f"{self._me}: its exchange is under way"])
 

@@ -1,4 +1,4 @@
-"""The hands of the workers: who has which minibatch, and who gets which next.
+"""Leases of minibatches: which worker has which minibatch, and which it gets next.
 
 A plan has one sequence of minibatches for all workers, or one for each. A worker gets the next minibatches of its own
 sequence, unless another sequence is an epoch behind: a worker that has finished its part of an epoch helps the others
@@ -107,7 +107,7 @@ class AssignableBatches(Receipts):
         return fresh + sum(count for k, count in self.returned if stop is None or k < stop)
 
 
-# ---- hands -------------------------------------------------------------------------------
+# ---- leases ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Copy:
     after: int
 
 
-class Hands:
+class Leases:
     """Assigns the minibatches of a ledger to workers, without I/O.
 
     Args:
@@ -156,7 +156,7 @@ class Hands:
         in_passes: as given.
     """
 
-    KEPT = ("_hands", "_again", "_refused", "_lost", "_paused")
+    KEPT = ("_leased", "_again", "_refused", "_lost", "_paused")
     """See `coordinator.durable.state`."""
 
     CACHES = ("_changes",)
@@ -169,7 +169,7 @@ class Hands:
         self._plan = plan
         self._sequences = sequences
         self.in_passes = in_passes
-        self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
+        self._leased: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
         """By worker, its assigned minibatches: (sequence, k) -> count."""
         self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
         self._refused: set[tuple[int, int]] = set()  # minibatches whose gradient was refused
@@ -258,10 +258,10 @@ class Hands:
         if not self.in_passes:
             return []
         holders: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
-        for worker, hand in self._hands.items():
-            left = [place for place in hand if not self._sequences[place[0]].received(place[1])]
+        for worker, leased in self._leased.items():
+            left = [place for place in leased if not self._sequences[place[0]].received(place[1])]
             for number, place in enumerate(left, 1):
-                holders[place].append(Copy(worker, *place, hand[place], len(left) - number))
+                holders[place].append(Copy(worker, *place, leased[place], len(left) - number))
         return [one for one, *others in holders.values() if not others]
 
     def takes(self, rank: int) -> bool:
@@ -273,7 +273,7 @@ class Hands:
         return self._assign(taker, copy.sequence, copy.k, copy.count, again=True)
 
     def _assign(self, taker: int, number: int, k: int, count: int, *, again: bool) -> BatchRef:
-        self._hands[taker][number, k] = count
+        self._leased[taker][number, k] = count
         self._changes += 1
         if again:
             self._again.add((number, k))
@@ -286,11 +286,11 @@ class Hands:
 
     def in_hand(self, worker: int) -> int:
         """The number of minibatches that a worker has without a receipt."""
-        return sum(not self._sequences[number].received(k) for number, k in self._hands[worker])
+        return sum(not self._sequences[number].received(k) for number, k in self._leased[worker])
 
     def put_down(self, worker: int, number: int, k: int) -> None:
         """Notes that a worker is done with a minibatch, whether or not it had it."""
-        self._hands[worker].pop((number, k), None)
+        self._leased[worker].pop((number, k), None)
         self._changes += 1
 
     def refuse(self, number: int, k: int) -> None:
@@ -337,8 +337,8 @@ class Hands:
         """
         self._lost.add(rank)
         self._changes += 1
-        hand = self._hands.pop(rank, {})
-        return tuple(self._ref(number, k, count) for (number, k), count in hand.items())
+        leased = self._leased.pop(rank, {})
+        return tuple(self._ref(number, k, count) for (number, k), count in leased.items())
 
     def rejoined(self, rank: int) -> None:
         """Lets a lost worker take part again, as a new process that has no minibatches yet."""
@@ -361,7 +361,7 @@ class Hands:
 
     def _take_back(self, rank: int) -> int:
         self._changes += 1
-        hand = self._hands.pop(rank, {})
-        for (number, k), count in hand.items():
+        leased = self._leased.pop(rank, {})
+        for (number, k), count in leased.items():
             self._free(number, k, count)
-        return len(hand)
+        return len(leased)
