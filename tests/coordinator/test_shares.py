@@ -166,8 +166,8 @@ def test_a_worker_looks_no_further_than_what_is_decided_and_leaves_out_its_first
     said: list[tuple[int, float, float]] = []
 
     class PageSource:
-        async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> Sequence[int]:
-            said.append((ref.batch, stretch.rounds, stretch.seconds))
+        async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> Sequence[int]:
+            said.append((ref.batch, measured.rounds, measured.seconds))
             return (6, 2)
 
     async def main() -> None:

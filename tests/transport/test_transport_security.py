@@ -213,7 +213,7 @@ def test_every_method_that_nodes_serve_is_listed() -> None:
         assert method.served_by and method.served_by <= set(ROLES), name
         assert method.callers and method.callers <= set(ROLES), name
         machines = {"machine"} & method.callers
-        before = name in ("join", "stretch")  # nodes call them before they are members
+        before = name in ("join", "phase")  # nodes call them before they are members
         assert method.members == (not before and not machines), name
         assert not machines or method.callers == machines, name
 

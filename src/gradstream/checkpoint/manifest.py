@@ -80,7 +80,7 @@ class JobPhase:
         origin: step of its first minibatch, as the plan of this phase counts steps (`Position.step`).
         accumulate: number of minibatches of a step, where the gradients' variance has set it; 0 where the job does.
         grown: with `over`: the phase itself goes on, with this number of minibatches of a step; 0: the next one does.
-        stretch: number of the run's boundaries before, at which nodes went on with another plan.
+        boundary: number of the run's boundaries before, at which nodes went on with another plan.
         chosen: with `over`, and in a phase of strategy "auto": how it exchanges (`link_choice.Chosen.as_json`).
     """
 
@@ -91,7 +91,7 @@ class JobPhase:
     origin: int = 0
     accumulate: int = 0
     grown: int = 0
-    stretch: int = 0
+    boundary: int = 0
     chosen: str = ""
 
 

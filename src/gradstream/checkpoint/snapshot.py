@@ -215,11 +215,11 @@ class Carried:
     """The vectors of the checkpoint with which a phase has ended, in this process; nothing before, and after others.
 
     Attributes:
-        stretch: number of the boundary at which they were kept (`JobPhase.stretch`): nothing else goes on from them.
+        boundary: number of the boundary at which they were kept (`JobPhase.boundary`): nothing else goes on from them.
     """
 
     def __init__(self) -> None:
-        self.stretch = -1
+        self.boundary = -1
         self._version = -1
         self._vectors: dict[str, torch.Tensor] = {}
 

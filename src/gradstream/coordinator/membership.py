@@ -114,7 +114,7 @@ class Membership:
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
-        if request.stretch != self.phases.stretch.number or self.phases.next_stretch:
+        if request.boundary != self.phases.led.number or self.phases.next_boundary:
             text = f"{request.node.name} was built for another phase of the job: ask which one it is now"
             return [Refuse(v1.STALE_EPOCH, text)]
         if self.phases.crossing and self.phases.training:
@@ -211,7 +211,7 @@ class Membership:
         if not self.phases.gathering:
             return []
         missing, there, join_s = self.nodes.missing, self.nodes.names, self.deadlines.join_s
-        if self.phases.stretch.continues and self.phases.can_begin:
+        if self.phases.led.continues and self.phases.can_begin:
             return self._begin_without(missing, at_s)
         text = (
             f"did not join within {join_s:g} s: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}). "
@@ -226,12 +226,12 @@ class Membership:
         self.progress.begin(at_s)
         self.nodes.begin()
         started, resumed = self.admission.with_model(self._started), self.progress.resumed()
-        stretch, events = self.phases.stretch, list[Event]()
-        if not stretch.continues:
+        led, events = self.phases.led, list[Event]()
+        if not led.continues:
             events = [started] if resumed is None else [started, resumed]
-        if stretch.announced is not None:
+        if led.announced is not None:
             samples = self.progress.num_samples if resumed is not None else 0
-            events.append(replace(stretch.announced, optimizer=started.optimizer, samples=samples))
+            events.append(replace(led.announced, optimizer=started.optimizer, samples=samples))
         return list(map(Emit, events))
 
     def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:

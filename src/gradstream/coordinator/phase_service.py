@@ -19,7 +19,7 @@ LOOK_S = 1.0
 
 
 class PhaseService:
-    """Serves "stretch", through all phases of a run.
+    """Serves "phase", through all phases of a run.
 
     Args:
         runtime: time.
@@ -28,10 +28,10 @@ class PhaseService:
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint) -> None:
         self._runtime = runtime
-        self._now: v1.Stretch | None = None
+        self._now: v1.PresentPhase | None = None
         self._asking: dict[Wakeup, None] = {}
         self._answered = Wakeup()  # rings when a node has its answer
-        endpoint.serve("stretch", self._serve, model=False)
+        endpoint.serve("phase", self._serve, model=False)
 
     def enter(self, number: int, resume: str) -> None:
         """Lets nodes join a phase.
@@ -40,22 +40,24 @@ class PhaseService:
             number: number of the run's boundaries before it.
             resume: where it goes on, as JSON; "" where the run begins.
         """
-        self._tell(v1.Stretch(number=number, resume=resume))
+        self._tell(v1.PresentPhase(number=number, resume=resume))
 
     async def end(self, last: v1.Notice, wait_s: float) -> None:
         """Tells the nodes that wait that no phase follows, by the run's last notice; for up to `wait_s`."""
-        self._tell(v1.Stretch(end=last.phase, error=last.error, reason=last.reason, culprit=last.culprit))
+        self._tell(
+            v1.PresentPhase(end=last.phase, error=last.error, reason=last.reason, culprit=last.culprit)
+        )
         since_ns = self._runtime.now()
         while self._asking and (left_s := self._runtime.left_s(since_ns, wait_s)) > 0:
             await self._answered.rung(self._runtime, left_s)
 
-    def _tell(self, now: v1.Stretch) -> None:
+    def _tell(self, now: v1.PresentPhase) -> None:
         self._now = now
         for wakeup in self._asking:
             wakeup.ring()
 
     async def _serve(self, stream: Stream) -> None:
-        least, wakeup = v1.AskStretch.FromString(stream.opened.body).least, Wakeup()
+        least, wakeup = v1.AskPhase.FromString(stream.opened.body).least, Wakeup()
         self._asking[wakeup] = None
         try:
             while (now := self._now) is None or not (now.end or now.number >= least):
@@ -89,14 +91,14 @@ async def phase_to_join(
         RunAbortedError, RunStoppedError: it has ended in another way.
         PeerLostError, DeadlineError: the coordinator cannot be reached.
     """
-    request, lost_ns = v1.AskStretch(least=least), None
+    request, lost_ns = v1.AskPhase(least=least), None
     while True:
         try:
             now = await endpoint.call(
                 COORDINATOR,
-                "stretch",
+                "phase",
                 request,
-                v1.Stretch,
+                v1.PresentPhase,
                 silence_s=deadlines.patience_s,
                 new_connection=lost_ns is not None,
             )

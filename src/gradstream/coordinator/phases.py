@@ -64,7 +64,7 @@ class LossTolerance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobStretch:
+class LedPhase:
     """The part of a run that one coordinator's state machine leads: all of it, or a phase of its job.
 
     Args:
@@ -85,7 +85,7 @@ class JobStretch:
 GROWS_BEFORE = 8
 """Steps of each worker that have to be left for a boundary at which batches grow."""
 
-WHOLE = JobStretch()
+WHOLE = LedPhase()
 """All of a run."""
 
 
@@ -117,10 +117,10 @@ class Phases(Lead):
         progress: the minibatches in the model.
         snapshots: a run that ends early ends with a snapshot.
         losses: which losses the run survives.
-        stretch: which part of the run this is.
+        led: which part of the run this is.
 
     Attributes:
-        stretch: see above.
+        led: see above.
         phase: the present phase.
         reason: why the run was aborted; "" if it was not.
         error: name of the exception that the launcher raises then.
@@ -141,13 +141,13 @@ class Phases(Lead):
         progress: SampleProgress,
         snapshots: SnapshotRounds,
         losses: LossTolerance,
-        stretch: JobStretch,
+        led: LedPhase,
     ) -> None:
         self.crossing = False
         self.asked = False
         self.grown = 0
         self.chosen = ""
-        self.stretch = stretch
+        self.led = led
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
         self.error = ""
@@ -166,11 +166,11 @@ class Phases(Lead):
         return self.phase >= v1.Notice.FINISHED
 
     @property
-    def next_stretch(self) -> int:
+    def next_boundary(self) -> int:
         """Number of the boundary after which the nodes go on, as this phase of the job has ended; 0: they do not."""
         crossed = self.crossing and self._snapshots.crossed
         goes_on = self.phase == v1.Notice.STOPPED and crossed and not self.asked
-        return self.stretch.number + 1 if goes_on else 0
+        return self.led.number + 1 if goes_on else 0
 
     @property
     def gathering(self) -> bool:
@@ -217,7 +217,7 @@ class Phases(Lead):
             at_s: time in seconds.
             grown: see `JobPhase`.
         """
-        goes_on = grown or self.stretch.follows
+        goes_on = grown or self.led.follows
         if not goes_on or self.crossing or self._snapshots.stopping or self._snapshots.finishing:
             return []
         self.grown = grown
@@ -239,7 +239,7 @@ class Phases(Lead):
         """Adds the phase of the run, and why it has ended."""
         notice.phase, notice.culprit = self.phase, self.culprit
         notice.error, notice.reason = self.error, self.reason
-        notice.next_stretch = self.next_stretch
+        notice.next_boundary = self.next_boundary
 
     def ask_to_stop(self, at_s: float) -> list[Instruction]:
         """Stops the run on request, with a snapshot if training has begun. Repeating it changes nothing."""
@@ -261,7 +261,7 @@ class Phases(Lead):
 
     def finish_phase(self, reason: str, at_s: float) -> list[Instruction]:
         """Ends this phase of the job, or the run with it, before its epochs or steps do: see `finish`."""
-        if not self.stretch.follows:
+        if not self.led.follows:
             return self.finish(reason, at_s)
         if not self.training or self.crossing:
             return []
@@ -284,7 +284,7 @@ class Phases(Lead):
         """Ends the run, or this phase of the job, with the newest checkpoint."""
         self.phase = v1.Notice.STOPPED
         self._nodes.absent = self._nodes.missing
-        if self.next_stretch:
+        if self.next_boundary:
             return [Notify()]
         return [Emit(StoppedEvent(step=self._progress.step, folder=self._snapshots.kept)), Notify()]
 
@@ -342,9 +342,7 @@ class Phases(Lead):
         ledger = self._progress.ledger
         out: list[Instruction] = [Emit(epoch) for epoch in self._progress.completed()]
         if ledger.finished:
-            out += (
-                self._stay() if self.grown and not (self.stretch.follows or self.asked) else self.cross(at_s)
-            )
+            out += self._stay() if self.grown and not (self.led.follows or self.asked) else self.cross(at_s)
         if self.crossing or self._nodes.unfinished:
             return out
         early = self._snapshots.ending and not ledger.finished

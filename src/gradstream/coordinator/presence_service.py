@@ -359,7 +359,7 @@ class PresenceService:
             told, heard = self._newest(), v1.Notice(heard=self.heard.get(stream.peer, 0))
             notice, heard.unchanged = told.notice, told is before
             before = told
-            if notice.phase != v1.Notice.GATHERING or self._membership.phases.stretch.continues:
+            if notice.phase != v1.Notice.GATHERING or self._membership.phases.led.continues:
                 heard.ruling = self._context.keeper.ruling
             # Two serialized messages, one behind the other, are one message with the fields of both.
             data = (b"" if heard.unchanged else told.data) + heard.SerializeToString()

@@ -19,7 +19,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.own_loops import OwnLoops
 from gradstream.coordinator.participation import ParticipationSchedule
-from gradstream.coordinator.phases import WHOLE, JobStretch, LossTolerance, Phases
+from gradstream.coordinator.phases import WHOLE, LedPhase, LossTolerance, Phases
 from gradstream.coordinator.progress import QuorumDecisions, SampleProgress
 from gradstream.coordinator.refused_gradients import RefusedGradients
 from gradstream.coordinator.resharding import Resharding
@@ -49,7 +49,7 @@ class CoordinatorPlan:
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
         resume: the checkpoint from which a resumed run continues; None for a new run.
         parts: number of processes of each worker's replica; if one is lost, all of them are replaced.
-        stretch: which part of the run this is, if its job has phases.
+        led: which part of the run this is, if its job has phases.
         ends: what may end the run, or its phase, early.
     """
 
@@ -63,7 +63,7 @@ class CoordinatorPlan:
     deadlines: Deadlines = field(default_factory=Deadlines)
     resume: Resume | None = None
     parts: int = 1
-    stretch: JobStretch = WHOLE
+    led: LedPhase = WHOLE
     ends: EndCriteria = field(default_factory=EndCriteria)
 
 
@@ -72,7 +72,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
     started, losses, ledger = plan.started, plan.losses, plan.ledger
     planned = isinstance(ledger, Ledger)
     alike = losses.regroups and losses.stands_in
-    nodes = Nodes(started.workers, started.servers, plan.parts, plan.stretch.before, alike=alike)
+    nodes = Nodes(started.workers, started.servers, plan.parts, plan.led.before, alike=alike)
     admission = Admission(nodes, plan.resume)
     progress = SampleProgress(ledger, started.num_samples, plan.resume, in_rounds=started.in_rounds)
     orphans = OrphanedPushes(progress, nodes, redoes=losses.redoes and planned)
@@ -84,7 +84,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         deadlines=plan.deadlines,
         by_decisions=losses.quorum is not None,
     )
-    phases = Phases(started, nodes, progress, snapshots, losses, plan.stretch)
+    phases = Phases(started, nodes, progress, snapshots, losses, plan.led)
     participation = ParticipationSchedule(progress, started.workers) if plan.drives else None
     leads: list[Lead | None] = [
         # New shards first: where every snapshot is due at once, the shards would never change.

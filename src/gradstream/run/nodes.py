@@ -27,7 +27,7 @@ from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.early_ends import EndCriteria
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.phases import JobStretch, PhasePlace
+from gradstream.coordinator.phases import LedPhase, PhasePlace
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.shares import ShareBalance
@@ -156,8 +156,8 @@ def _membership(
             deadlines=deadlines,
             resume=plan.resume,
             parts=plan.parts,
-            stretch=JobStretch(
-                number=plan.phase.stretch,
+            led=LedPhase(
+                number=plan.phase.boundary,
                 follows=plan.follows,
                 before=None if place is None else place.before,
                 announced=None if plan.whole is None else _announced(plan, plan.whole, started),
@@ -270,7 +270,7 @@ def build_worker(
     if plan.job.record:
         config = replace(config, log=recording_of(plan, runtime))
     member = member_of(plan, runtime, endpoint, "worker", rank, clock=clock)
-    if carried is not None and carried.stretch != plan.phase.stretch:
+    if carried is not None and carried.boundary != plan.phase.boundary:
         carried.forget()  # this process was in no phase since
     return WorkerNode(runtime, endpoint, member, config, carried)
 
@@ -384,7 +384,7 @@ def member_of(
         software=__version__,
         deadlines=plan.job.deadlines,
         clock=clock or clock_of(plan, runtime),
-        stretch=plan.phase.stretch,
+        boundary=plan.phase.boundary,
     )
 
 

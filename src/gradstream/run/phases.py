@@ -94,7 +94,7 @@ class PhaseLeader:
         while True:
             self._tell()
             outcome = await self.coordinator.run()
-            if not outcome.notice.next_stretch:
+            if not outcome.notice.next_boundary:
                 break
             await self._go_on(self.coordinator.membership.lead(SnapshotRounds).kept)
         if self._service is not None:
@@ -105,7 +105,7 @@ class PhaseLeader:
         if self._service is not None:
             resume = self._plan.resume
             text = "" if resume is None else json.dumps(resume.as_json())
-            self._service.enter(self._plan.phase.stretch, text)
+            self._service.enter(self._plan.phase.boundary, text)
 
     async def _go_on(self, folder: str) -> None:
         """Builds the coordinator of the next phase, which goes on from the checkpoint of the one before."""
@@ -137,7 +137,7 @@ async def run_phases(
     if plan.whole is None:
         await build(plan, clock)()
         return
-    least, deadlines = plan.phase.stretch, plan.job.deadlines
+    least, deadlines = plan.phase.boundary, plan.job.deadlines
     while (joined := await phase_to_join(runtime, endpoint, deadlines, least)) is not None:
         number, text = joined
         plan = plan_at(plan, Resume.of_json(json.loads(text)) if text else None)
@@ -149,7 +149,7 @@ async def run_phases(
                 await build(plan, clock)()
                 return
             except PhaseOverError as over:
-                least = over.next_stretch
+                least = over.next_boundary
             except RefusedError as error:
                 if (error.peer, error.code) != (COORDINATOR, "STALE_EPOCH"):
                     raise

@@ -78,15 +78,15 @@ def _plan_phases(job: Job, run_id: str, resume: Resume | None, keeps: bool) -> R
 
 def _after(job: Job, run_id: str, at: JobPhase, resume: Resume) -> JobPhase | None:
     """Where a run goes on whose phase is over, or has nothing left; None if it is in the middle of it."""
-    phase, stretch = job.phases[at.number], at.stretch + 1
+    phase, boundary = job.phases[at.number], at.boundary + 1
     if at.over and at.grown:
-        return replace(at, over=False, grown=0, accumulate=at.grown, stretch=stretch)
+        return replace(at, over=False, grown=0, accumulate=at.grown, boundary=boundary)
     if at.number + 1 == len(job.phases):
         return None
     over = at.over or (phase.steps is not None and resume.rounds >= at.rounds + phase.steps)
     if over or _plan_phase(job, run_id, at, resume).ledger().finished:
         return JobPhase(
-            at.number + 1, epochs=resume.done.epochs, rounds=resume.rounds, stretch=stretch, chosen=at.chosen
+            at.number + 1, epochs=resume.done.epochs, rounds=resume.rounds, boundary=boundary, chosen=at.chosen
         )
     return None
 

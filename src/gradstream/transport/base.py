@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from gradstream.errors import GradstreamError, RefusedError
 from gradstream.memory import Span
@@ -247,7 +247,7 @@ class Endpoint(Protocol):
     @property
     def routes(self) -> Mapping[str, str]:
         """Name of the carrier that reaches each known peer; empty if there is only one carrier."""
-        ...
+        return {}
 
     async def start(self) -> None:
         """Begins to accept streams. Raises ConfigError if it cannot listen at its address."""
@@ -319,7 +319,20 @@ class Endpoint(Protocol):
         new_connection: bool = False,
     ) -> M:
         """Sends one small request and returns the small reply. For `new_connection` see `open`."""
-        ...
+        stream = await self.open(peer, method, request, priority=priority, new_connection=new_connection)
+        try:
+            await stream.end()
+            received = await stream.recv(silence_s)
+        except BaseException:
+            stream.cancel("the call was given up")
+            raise
+        if received is None:
+            raise RefusedError(peer, "INTERNAL", f"{method} ended without a reply")
+        try:
+            return reply.FromString(received.frame.body.data)
+        except DecodeError as error:
+            message = f"{peer} answered {method} with bytes that are no {reply.__name__}: {error}"
+            raise RefusedError(self.identity.name, "BAD_REQUEST", message) from None
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
         """Sends elements to a `recv` of the peer with this node and tag. Returns when they have arrived."""
@@ -354,7 +367,8 @@ class Endpoint(Protocol):
             None if the carrier to that peer has no such sockets (it encrypts, or is in memory), or the two
             sides did not connect in time.
         """
-        ...
+        del peer, name, dial, copies
+        return None
 
     async def close(self) -> None:
         """Cancels every stream and stops accepting. Idempotent."""

@@ -13,7 +13,7 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Memory, Span
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Handler, Identity, PeerSocket, Priority
+from gradstream.transport.base import Endpoint, Handler, Identity, PeerSocket, Priority
 from gradstream.transport.detours import Detours
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
@@ -143,7 +143,7 @@ def make_endpoint(
     return RoutedEndpoint(carriers, host=host_name)
 
 
-class RoutedEndpoint:
+class RoutedEndpoint(Endpoint):
     """One node's endpoint over all of its carriers; implements `transport.base.Endpoint`.
 
     It reaches each peer by the best carrier that both sides have. Handlers and tagged tensors belong to the
@@ -277,28 +277,6 @@ class RoutedEndpoint:
         if self._routes.get(peer) == "grpc":
             return None  # also by a detour: nobody has to look for one
         return await (await self._by_any_way(peer)).data_socket(peer, name, dial=dial, copies=copies)
-
-    async def call(
-        self,
-        peer: str,
-        method: str,
-        request: Message,
-        reply: type[M],
-        *,
-        priority: Priority = Priority.CONTROL,
-        silence_s: float = 30.0,
-        new_connection: bool = False,
-    ) -> M:
-        """See `Endpoint.call`."""
-        return await (await self._by_any_way(peer)).call(
-            peer,
-            method,
-            request,
-            reply,
-            priority=priority,
-            silence_s=silence_s,
-            new_connection=new_connection,
-        )
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
         """See `Endpoint.send`."""

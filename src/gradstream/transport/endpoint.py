@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from gradstream.errors import ClosedError, ConfigError, GradstreamError, InternalError, RefusedError
+from gradstream.errors import ClosedError, ConfigError, GradstreamError, InternalError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
@@ -25,10 +25,10 @@ from gradstream.transport.access import AccessControl, Service
 from gradstream.transport.base import (
     Caller,
     Carrier,
+    Endpoint,
     Handler,
     Identity,
     NullCarrier,
-    PeerSocket,
     Priority,
     code_of,
 )
@@ -64,7 +64,7 @@ class OutgoingCarrier(Carrier, Protocol):
         ...
 
 
-class EndpointCore(ABC):
+class EndpointCore(Endpoint, ABC):
     """Base of every carrier's endpoint; implements `transport.base.Endpoint`.
 
     Args:
@@ -179,11 +179,6 @@ class EndpointCore(ABC):
                 self._payload_channels.disconnect(peer)
             self._disconnect(peer)
 
-    @property
-    def routes(self) -> Mapping[str, str]:
-        """See `Endpoint.routes`."""
-        return {}
-
     def forget(self, peer: str) -> None:
         """Breaks all connections to a peer that another carrier reaches from now on."""
         if self._addresses.pop(peer, None) is not None:
@@ -235,40 +230,6 @@ class EndpointCore(ABC):
             channel()  # connects: the peer may be the first to send a payload
         carrier.connect(stream, opened)
         return stream
-
-    async def data_socket(
-        self, peer: str, name: str, *, dial: bool, copies: bool = False
-    ) -> PeerSocket | None:
-        """See `Endpoint.data_socket`: most carriers have none."""
-        del peer, name, dial, copies
-        return None
-
-    async def call(
-        self,
-        peer: str,
-        method: str,
-        request: Message,
-        reply: type[M],
-        *,
-        priority: Priority = Priority.CONTROL,
-        silence_s: float = 30.0,
-        new_connection: bool = False,
-    ) -> M:
-        """See `Endpoint.call`."""
-        stream = await self.open(peer, method, request, priority=priority, new_connection=new_connection)
-        try:
-            await stream.end()
-            received = await stream.recv(silence_s)
-        except BaseException:
-            stream.cancel("the call was given up")
-            raise
-        if received is None:
-            raise RefusedError(peer, "INTERNAL", f"{method} ended without a reply")
-        try:
-            return reply.FromString(received.frame.body.data)
-        except DecodeError as error:
-            message = f"{peer} answered {method} with bytes that are no {reply.__name__}: {error}"
-            raise RefusedError(self.identity.name, "BAD_REQUEST", message) from None
 
     def send(
         self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0

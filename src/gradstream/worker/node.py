@@ -60,9 +60,9 @@ class WorkerRecorder:
         self._source = source
         self._log = log
 
-    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
         """See `WorkerRequests.assign`."""
-        answer = await self._source.assign(wait, in_hand, stretch)
+        answer = await self._source.assign(wait, in_hand, measured)
         if self._log is not None:
             self._log.add(BatchesAssigned(tuple(answer.refs), answer.complete, answer.interval))
             self._log.flush()
@@ -246,7 +246,7 @@ class WorkerNode:
             self._carried.forget()
             if self._exchange is not None:
                 self._report(self._exchange)
-                self._carried.stretch = over.next_stretch
+                self._carried.boundary = over.next_boundary
                 self._exchange.carry()
             raise
         except Exception as error:

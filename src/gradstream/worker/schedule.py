@@ -34,7 +34,7 @@ from gradstream.worker.computed import SampleBatch
 class BatchSource(Protocol):
     """Assigns minibatches: the coordinator, through `WorkerRequests`."""
 
-    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
         """See `WorkerRequests.assign`."""
         ...
 
@@ -56,7 +56,7 @@ class BatchQueue:
         self._asked: asyncio.Task[Assigned] | None = None
         self._units = 1  # of samples in the present minibatch
         self._steps = 0
-        self._stretch = WorkerSpeed()
+        self._measured = WorkerSpeed()
 
     def took(self, step: StepEvent) -> None:
         """Notes the time of a step. The first one is reported by itself: see `BatchAssignment.took`."""
@@ -64,7 +64,7 @@ class BatchQueue:
         me = f"worker-{step.rank}"
         others = (who for who in step.waited_for if who.startswith("worker-") and who != me)
         for_others_s = sum(step.waited_for[who] for who in others)
-        self._stretch.took(self._units, step.compute_s + step.wait_s - for_others_s)
+        self._measured.took(self._units, step.compute_s + step.wait_s - for_others_s)
 
     async def next(
         self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]
@@ -109,8 +109,8 @@ class BatchQueue:
         self._asked = awaited_later(self._runtime.spawn(asking, name=f"{self._runtime.node}-assign"))
 
     def _since(self) -> WorkerSpeed:
-        stretch, self._stretch = self._stretch, WorkerSpeed()
-        return stretch
+        measured, self._measured = self._measured, WorkerSpeed()
+        return measured
 
     def _take(self, answer: Assigned, interval: int) -> Assigned:
         self._interval = answer.interval
@@ -126,7 +126,7 @@ class BatchQueue:
 class ShareSource(Protocol):
     """Decides the shares: the coordinator, through `WorkerRequests`."""
 
-    async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> Sequence[int]:
+    async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> Sequence[int]:
         """Number of samples of each worker in a round, from the round of `ref` on."""
         ...
 
@@ -144,7 +144,7 @@ class ShareReporter:
         self._source = source
         self._late = False
         self._steps = 0
-        self._stretch = WorkerSpeed()
+        self._measured = WorkerSpeed()
 
     def join_late(self) -> None:
         """Has the plan follow the shares of the round with which this worker begins: the others have gone on."""
@@ -157,7 +157,7 @@ class ShareReporter:
         """
         self._steps += 1
         if self._steps > 1 or (isinstance(self._plan, JoinedPlan) and self._plan.k >= MANY):
-            self._stretch.took(samples, seconds)
+            self._measured.took(samples, seconds)
 
     async def reach(self, ref: BatchRef) -> None:
         """Makes sure that the plan knows the samples of this minibatch, which is the worker's next.
@@ -170,8 +170,8 @@ class ShareReporter:
             return
         sizes: Sequence[int] = self._plan.sizes(ref.epoch, ref.batch)
         if self._steps or late:
-            sizes = await self._source.shares(ref, self._stretch)
-            self._stretch = WorkerSpeed()
+            sizes = await self._source.shares(ref, self._measured)
+            self._measured = WorkerSpeed()
         self._plan.reassign(ref.epoch, ref.batch, sizes, until=window_end(ref.batch))
 
 

@@ -57,12 +57,12 @@ class PhaseOverError(RunStoppedError):
     """A phase of the job is over, and the run goes on with the next one.
 
     Args:
-        next_stretch: number of boundaries of the run before that phase, this one included.
+        next_boundary: number of boundaries of the run before that phase, this one included.
     """
 
-    def __init__(self, next_stretch: int) -> None:
-        super().__init__(f"a phase of the job is over; boundary {next_stretch} of the run")
-        self.next_stretch = next_stretch
+    def __init__(self, next_boundary: int) -> None:
+        super().__init__(f"a phase of the job is over; boundary {next_boundary} of the run")
+        self.next_boundary = next_boundary
 
 
 class DrainedError(GradstreamError):
@@ -79,7 +79,7 @@ class Member(Reporter):
         software: version of gradstream.
         deadlines: bound the silence of either side.
         clock: time of the node's events; None for one that begins with the training.
-        stretch: number of the run's boundaries between phases of the job before the node joins.
+        boundary: number of the run's boundaries between phases of the job before the node joins.
 
     Attributes:
         notice: the coordinator's latest notice.
@@ -95,7 +95,7 @@ class Member(Reporter):
         software: str,
         deadlines: Deadlines | None = None,
         clock: RunClock | None = None,
-        stretch: int = 0,
+        boundary: int = 0,
     ) -> None:
         super().__init__(node.name, clock or RunClock(runtime))
         self.node = node
@@ -103,7 +103,7 @@ class Member(Reporter):
         self._runtime = runtime
         self._endpoint = endpoint
         self._software = software
-        self._stretch = stretch
+        self._boundary = boundary
         self._deadlines = deadlines or Deadlines()
         self.requests = WorkerRequests(runtime, endpoint, self._deadlines, self)
         self._listeners: list[Callable[[v1.Notice], None]] = []
@@ -169,7 +169,7 @@ class Member(Reporter):
             tensors=tensors,
             buffers=buffers,
             fixed=fixed,
-            stretch=self._stretch,
+            boundary=self._boundary,
         )
         stream = await self._endpoint.open(COORDINATOR, "join", request, priority=Priority.CONTROL)
         self._presence = Presence(self._runtime, self._endpoint, stream, self._deadlines)
@@ -339,8 +339,8 @@ class Member(Reporter):
         changed, self.notice = not again and notice != self.notice, notice
         if notice.phase == v1.Notice.ABORTED:
             self._error = RunAbortedError(notice.culprit, notice.error, notice.reason)
-        elif notice.phase == v1.Notice.STOPPED and notice.next_stretch:
-            self._error = PhaseOverError(notice.next_stretch)
+        elif notice.phase == v1.Notice.STOPPED and notice.next_boundary:
+            self._error = PhaseOverError(notice.next_boundary)
         elif notice.phase == v1.Notice.STOPPED:
             self._error = RunStoppedError("the run was stopped; it can be resumed")
         elif notice.phase == v1.Notice.TRAINING and all(one.name != self.node.name for one in notice.nodes):
