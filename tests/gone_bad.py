@@ -129,7 +129,7 @@ class GoneBad:
     def _living(self, cluster: SimulatedCluster) -> dict[str, MemoryEndpoint]:
         return {
             one.identity.name: one
-            for one in cluster.network._endpoints.values()
+            for one in cluster.network.endpoints.values()
             if cluster.is_running(one.identity.name)
         }
 

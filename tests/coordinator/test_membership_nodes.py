@@ -58,14 +58,14 @@ def test_batches_of_a_worker_that_dies_are_taken_over() -> None:
 
 def test_members_hear_of_certificates_that_are_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under TLS: from the stream of a member that is lost to what the endpoints of the others refuse."""
-    incoming = EndpointCore._incoming
+    incoming = EndpointCore.incoming
 
     def with_certificate(endpoint: EndpointCore, opened: v1.Open, *given: Any, **named: Any) -> StreamCore:
         stream = incoming(endpoint, opened, *given, **named)
         stream.certificate = f"digest of {opened.sender}".encode()
         return stream
 
-    monkeypatch.setattr(EndpointCore, "_incoming", with_certificate)
+    monkeypatch.setattr(EndpointCore, "incoming", with_certificate)
     cluster = Cluster()
     seen: dict[str, tuple[frozenset[bytes], set[str]]] = {}
     take = EndpointCore.members_changed

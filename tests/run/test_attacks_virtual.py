@@ -73,7 +73,7 @@ class Attack:
         await director.sleep(0.1)
         living = {
             one.identity.name: one
-            for one in cluster.network._endpoints.values()
+            for one in cluster.network.endpoints.values()
             if cluster.is_running(one.identity.name)
         }
         for node, endpoint in living.items():
@@ -200,7 +200,7 @@ class Successor:
         cluster.kill("coordinator")
         await director.sleep(0.05)
         await cluster.restart("coordinator")
-        coordinator = cluster.network.at("memory:coordinator")
+        coordinator = cluster.network.endpoints.get("memory:coordinator")
         assert coordinator is not None
         self.answer = await Attack(back=True)._try(cluster, coordinator, "join", "worker-0", FIRST + 77)
 

@@ -113,13 +113,13 @@ def to_resume(
         ConfigError: `from_start` is set, and there is a sound checkpoint.
     """
     damaged: list[DataError] = []
-    found = newest(storage, damaged.append)
-    if from_start and found is not None:
+    checkpoint = newest(storage, damaged.append)
+    if from_start and checkpoint is not None:
         raise ConfigError(
-            f"from_start (--from-start): expected a run whose checkpoints are all damaged, but {found[0]} is "
+            f"from_start (--from-start): expected a run whose checkpoints are all damaged, but {checkpoint[0]} is "
             "good; leave it out to go on from there, or begin a run of its own"
         )
-    if found is None and damaged and not from_start:
+    if checkpoint is None and damaged and not from_start:
         named = "".join(f"\n  {error}" for error in damaged)
         raise DataError(
             f"every checkpoint of this run is damaged:{named}\nput one back from a copy, or begin again from "
@@ -128,7 +128,7 @@ def to_resume(
         )
     for error in damaged:
         refused(error)
-    return found
+    return checkpoint
 
 
 def kept(storage: Storage) -> Iterator[KeptCheckpoint]:
@@ -234,8 +234,8 @@ def read_tensors(storage: Storage, path: str, names: Iterable[str]) -> dict[str,
 
 def _folders(storage: Storage) -> list[str]:
     """Returns the folders with the name of a checkpoint, oldest first."""
-    found = []
+    folders = []
     for name in storage.names(FOLDER):
         if match := _NAME.fullmatch(name):
-            found.append((int(match[1]), int(match[2] or 0), f"{FOLDER}/{name}"))
-    return [folder for _, _, folder in sorted(found)]
+            folders.append((int(match[1]), int(match[2] or 0), f"{FOLDER}/{name}"))
+    return [folder for _, _, folder in sorted(folders)]

@@ -135,8 +135,8 @@ def serve(
                 "BAD_REQUEST",
                 "the request for a state has no valid step: expected a number",
             )
-        found = named[asked]() if asked in named else state(int(asked) if asked.isdigit() else None)
-        await send_file(stream, (await found).encode())
+        answered = named[asked]() if asked in named else state(int(asked) if asked.isdigit() else None)
+        await send_file(stream, (await answered).encode())
 
     endpoint.serve(METHOD, answer, model=False)
 
@@ -251,9 +251,9 @@ def read_own(storage: Storage, folder: str, kind: Kind, node: str) -> Mapping[st
     """Reads what a process had of its own from a checkpoint; None if there is nothing of it. Raises DataError."""
     path = f"{folder}/{worker_file(file_of_own(kind, node))}"
     try:
-        found: Mapping[str, torch.Tensor] = safetensors.torch.load(storage.read(path))
+        tensors: Mapping[str, torch.Tensor] = safetensors.torch.load(storage.read(path))
     except FileNotFoundError:
         return None
     except SafetensorError as error:
         raise DataError(f"{path} has no {kind}: {error}; resume from another checkpoint") from error
-    return found
+    return tensors

@@ -37,8 +37,8 @@ def parse_every(value: int | str | None) -> Every | None:
         return Every(1, "epochs")
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return Every(value, "steps")
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", value)):
-        seconds = float(found[1]) * _SECONDS.get(found[2], math.nan)
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", value)):
+        seconds = float(match[1]) * _SECONDS.get(match[2], math.nan)
         if seconds > 0:
             return Every(seconds, "seconds")
     raise ConfigError(

@@ -93,16 +93,16 @@ class Choice:
 
     def table(self) -> Mapping[int, str]:
         """The choice for all sizes. A key is the number of bytes from which on its algorithm is chosen."""
-        found, at = {0: self.allreduce(0)}, 0
+        chosen, at = {0: self.allreduce(0)}, 0
         while at < LARGEST_BYTES:
-            last, following = found[max(found)], max(1, 2 * at)
+            last, following = chosen[max(chosen)], max(1, 2 * at)
             if self.allreduce(following) != last:
                 edge = self._edge(at, following)
-                found[edge] = self.allreduce(edge)
+                chosen[edge] = self.allreduce(edge)
                 at = edge
             else:
                 at = following
-        return found
+        return chosen
 
     def _edge(self, below: int, above: int) -> int:
         """The first number of bytes after `below` for which another algorithm is chosen."""

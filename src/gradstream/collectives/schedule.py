@@ -202,16 +202,16 @@ class PlanProgress:
 
 
 def _before(steps: Sequence[Step], number: int) -> list[int]:
-    step, found = steps[number], []
+    step, dependencies = steps[number], []
     for earlier in range(number - 1, -1, -1):
         other = steps[earlier]
         if isinstance(step, Send) and isinstance(other, Send):
             continue
         if max(step.start, other.start) < min(step.stop, other.stop):
-            found.append(earlier)
+            dependencies.append(earlier)
             if isinstance(other, Recv) and other.start <= step.start and step.stop <= other.stop:
                 break  # this receive waits itself for everything before it on these elements
-    return found
+    return dependencies
 
 
 def _by_peer(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:

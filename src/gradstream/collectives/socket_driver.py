@@ -223,12 +223,12 @@ class _Poller:
             if self._masks.get(fd) != mask:
                 self._poll.register(fd, mask)
         self._masks = masks
-        found = self._poll.poll(patience_ms) if masks else []
+        ready = self._poll.poll(patience_ms) if masks else []
         receiving = [
-            readers[fd] for fd, event in found if fd in readers and event & (select.POLLIN | _HUNG_UP)
+            readers[fd] for fd, event in ready if fd in readers and event & (select.POLLIN | _HUNG_UP)
         ]
         sending = [
-            writers[fd] for fd, event in found if fd in writers and event & (select.POLLOUT | _HUNG_UP)
+            writers[fd] for fd, event in ready if fd in writers and event & (select.POLLOUT | _HUNG_UP)
         ]
         return [*receiving, *sending]
 

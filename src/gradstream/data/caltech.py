@@ -146,9 +146,9 @@ def caltech101(
 
 def _find(root: str | os.PathLike[str] | None, *, download: bool) -> Path:
     """The archive or the extracted folder. Raises DataError if there is none."""
-    found = find(CALTECH101, root)
-    if found is not None:
-        return found
+    place = find(CALTECH101, root)
+    if place is not None:
+        return place
     if download and root is None:
         return fetch(CALTECH101)
     named = root if root is not None else os.environ.get("GRADSTREAM_DATA")

@@ -104,12 +104,12 @@ def body_begins_at(
     if status != 206:
         _check_length(int(length) if length.isdigit() else None, file)
         return 0
-    found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", "").strip())
-    if found is None:
+    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", "").strip())
+    if match is None:
         return None
-    _check_length(None if found[2] == "*" else int(found[2]), file)
+    _check_length(None if match[2] == "*" else int(match[2]), file)
     other = part.validator and validator_of(headers) not in ("", part.validator)
-    return None if other or int(found[1]) != part.num_bytes else part.num_bytes
+    return None if other or int(match[1]) != part.num_bytes else part.num_bytes
 
 
 def _check_length(num_bytes: int | None, file: RemoteFile) -> None:

@@ -222,7 +222,7 @@ class Leases:
         if len(self._sequences) == 1:
             k = self._sequences[0].first()
             return None if k is None or (self.in_passes and self._is_ahead(k)) else 0
-        found: tuple[tuple[float, int, int], int] | None = None
+        best: tuple[tuple[float, int, int], int] | None = None
         for number, sequence in enumerate(self._sequences):
             k = sequence.first()
             if k is None or not self._is_open(number, taker):
@@ -231,9 +231,9 @@ class Leases:
             if not (self._plan.seekable or number == taker or number in self._lost | self._paused):
                 epoch = math.inf  # after everything else
             rank = epoch, int(number != taker), -sequence.num_free()
-            if found is None or rank < found[0]:
-                found = rank, number
-        return None if found is None else found[1]
+            if best is None or rank < best[0]:
+                best = rank, number
+        return None if best is None else best[1]
 
     def _is_open(self, number: int, taker: int) -> bool:
         """Whether a worker may get minibatches of a sequence."""

@@ -150,10 +150,10 @@ class LoaderDataset(MapDataset):
     def plan(self, spec: PartitionSpec) -> EpochPlan:
         """The plan of the sampler's order. Raises ConfigError if the job has another batch size."""
         size = self.loader.batch_size
-        given = spec.batch_size
-        if given not in (DEFAULT_BATCH_SIZE, size):
+        batch_size = spec.batch_size
+        if batch_size not in (DEFAULT_BATCH_SIZE, size):
             raise ConfigError(
-                f"batch_size={given!r}, but the DataLoader of {self.name!r} has batch_size={size}: leave out the "
+                f"batch_size={batch_size!r}, but the DataLoader of {self.name!r} has batch_size={size}: leave out the "
                 "job's batch_size"
             )
         assert size is not None

@@ -246,8 +246,8 @@ class EpochPlan(BatchSequence):
         parts = {epoch: list(runs) for epoch, runs in self.progress.parts.items() if epoch >= num_epochs}
         for ref in refs:
             parts.setdefault(ref.epoch, []).extend(self.runs(ref))
-        runs = {epoch: merged(found) for epoch, found in sorted(parts.items())}
-        return DataProgress(num_epochs, {epoch: found for epoch, found in runs.items() if found})
+        runs = {epoch: merged(positions) for epoch, positions in sorted(parts.items())}
+        return DataProgress(num_epochs, {epoch: positions for epoch, positions in runs.items() if positions})
 
     def _known(self, ref: BatchRef) -> tuple[int, int]:
         inside = ref.epoch >= 0 and 0 <= ref.partition < self.num_partitions

@@ -74,7 +74,7 @@ def extract_file(archive: Path, member: str, to: Path, *, max_bytes: int) -> str
 
 
 def _find(opened: zipfile.ZipFile, archive: Path, member: str) -> zipfile.ZipInfo:
-    found = []
+    matches = []
     for info in opened.infolist():
         mode = info.external_attr >> 16  # 0 if the archive was not made on Unix
         if not is_inside(info.filename) or stat.S_ISLNK(mode) or info.flag_bits & 1:
@@ -83,10 +83,10 @@ def _find(opened: zipfile.ZipFile, archive: Path, member: str) -> zipfile.ZipInf
                 "archive; do not trust this archive: get it from its publisher"
             )
         if not info.is_dir() and PurePosixPath(info.filename).name == member:
-            found.append(info)
-    if len(found) != 1:
-        raise DataError(f"{archive} holds {len(found)} files called {member}, expected one; get it again")
-    return found[0]
+            matches.append(info)
+    if len(matches) != 1:
+        raise DataError(f"{archive} holds {len(matches)} files called {member}, expected one; get it again")
+    return matches[0]
 
 
 # ---- sources -----------------------------------------------------------------------------

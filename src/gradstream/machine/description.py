@@ -29,26 +29,26 @@ def num_cores() -> int:
 
 def interfaces() -> dict[str, str]:
     """IPv4 addresses of this machine's network interfaces, by name; interfaces without one are left out."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def versions() -> dict[str, str]:
     """Versions of python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            known[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            known[package] = "unknown"
+    return known
 
 
 def git_commit(folder: Path) -> str | None:
@@ -90,12 +90,12 @@ def describe_machine(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def machine_facts() -> dict[str, str]:
     """Describes this machine, to find out why two machines do not work together."""
-    found = versions()
+    known = versions()
     return {
         "host": socket.gethostname(),
         "cores": str(num_cores()),
         "free memory": f"{(free_memory_bytes() or 0) / 1e9:.1f} GB",
-        **{name: found[name] for name in ("python", "gradstream", "torch", "grpcio", "protobuf")},
+        **{name: known[name] for name in ("python", "gradstream", "torch", "grpcio", "protobuf")},
     }
 
 

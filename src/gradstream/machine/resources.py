@@ -43,13 +43,13 @@ def own_groups(listing: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) 
         lines = [line.split(":", 2) for line in listing.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return [root]
-    found = []
+    folders = []
     for number, controllers, path in (line for line in lines if len(line) == 3):
         if number == "0":
-            found.append(root / path.lstrip("/"))
+            folders.append(root / path.lstrip("/"))
         elif "memory" in controllers.split(","):
-            found.append(root / "memory" / path.lstrip("/"))
-    return found or [root]
+            folders.append(root / "memory" / path.lstrip("/"))
+    return folders or [root]
 
 
 def left_bytes(groups: list[Path]) -> list[int]:
@@ -145,8 +145,8 @@ def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path | None 
 
     The least of the machine's available memory and the rest of each limit of this process's control groups.
     """
-    found = [_available(meminfo), *left_bytes(own_groups() if group is None else [group])]
-    known = [size for size in found if size is not None]
+    limits_bytes = [_available(meminfo), *left_bytes(own_groups() if group is None else [group])]
+    known = [size for size in limits_bytes if size is not None]
     return min(known, default=None)
 
 

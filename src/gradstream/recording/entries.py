@@ -298,7 +298,7 @@ def _bytes(kind: int, numbers: Iterable[int]) -> bytes:
 
 
 def _numbers(data: bytes, at: int, count: int) -> tuple[list[int], int]:
-    found = []
+    numbers = []
     for _ in range(count):
         number = shift = 0
         while True:
@@ -310,5 +310,5 @@ def _numbers(data: bytes, at: int, count: int) -> tuple[list[int], int]:
                 break
             if shift > MAX_SHIFT:
                 raise ValueError("a number of more than 70 bits")
-        found.append(number)
-    return found, at
+        numbers.append(number)
+    return numbers, at

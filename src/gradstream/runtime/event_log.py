@@ -70,8 +70,8 @@ _REMEDIES = {
 
 def disk_remedy(error: OSError) -> str:
     """What a user can do about a system error of a folder: to make room helps only where the disk is full."""
-    found = (text for text, numbers in _REMEDIES.items() if error.errno in numbers)
-    return next(found, "mend what the system says")
+    remedies = (text for text, numbers in _REMEDIES.items() if error.errno in numbers)
+    return next(remedies, "mend what the system says")
 
 
 @dataclass(slots=True)

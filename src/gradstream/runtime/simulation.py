@@ -29,8 +29,8 @@ __all__ = [
 def _at_least_0(owner: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(owner, name) < math.inf:
-            given = f"{type(owner).__name__}({name}={getattr(owner, name)})"
-            raise ConfigError(f"{given}: expected a finite number of at least 0")
+            text = f"{type(owner).__name__}({name}={getattr(owner, name)})"
+            raise ConfigError(f"{text}: expected a finite number of at least 0")
 
 
 class Jitter(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.telemetry import events
-from gradstream.telemetry.event import MAX_FLOAT, Event
+from gradstream.telemetry.events import MAX_FLOAT, Event, MemberEvent
 from gradstream.untrusted.files import DocumentError, open_regular, parse_json
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import say
@@ -44,8 +44,10 @@ class EventError(ValueError):
 
 @cache
 def _classes() -> Mapping[str, type[Event]]:
-    found = [one for one in vars(events).values() if isinstance(one, type) and issubclass(one, Event)]
-    return {one.name: one for one in found}
+    records = [
+        entry for entry in vars(events).values() if isinstance(entry, type) and issubclass(entry, Event)
+    ]
+    return {record.name: record for record in records if record is not MemberEvent}
 
 
 def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | None = None) -> dict[str, Any]:
@@ -95,13 +97,13 @@ def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | N
 
 
 def _defaults(cls: type[Event]) -> dict[str, Any]:
-    found = {}
+    defaults = {}
     for entry in fields(cls):
         if entry.default_factory is not MISSING:
-            found[entry.name] = entry.default_factory()
+            defaults[entry.name] = entry.default_factory()
         elif entry.default is not MISSING:
-            found[entry.name] = entry.default
-    return found
+            defaults[entry.name] = entry.default
+    return defaults
 
 
 def _check_member(cls: type[Event], node: str, member: str, line: bytes) -> None:
@@ -193,15 +195,15 @@ def read_events(path: Path) -> list[Mapping[str, Any]]:
         ConfigError: it is no regular file, or cannot be read.
     """
     lines = EventLines()
-    found: list[Mapping[str, Any]] = []
+    records: list[Mapping[str, Any]] = []
     try:
         with open_regular(path) as file:
             while data := file.read(PIECE_BYTES):
-                found += lines.take(data)
+                records += lines.take(data)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; put it back from a copy") from error
     if lines.skipped:
         say(f"{path}: {lines.skipped}")
-    return found
+    return records

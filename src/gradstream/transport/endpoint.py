@@ -279,7 +279,7 @@ class EndpointCore(Endpoint, ABC):
 
     # ---- the carrier's side -----------------------------------------------------------
 
-    def _incoming(
+    def incoming(
         self,
         opened: v1.Open,
         carrier: Carrier,

@@ -224,9 +224,9 @@ class Credentials:
             # Without O_NONBLOCK, a pipe of another user could make this wait for ever.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                found = os.fstat(descriptor)
-                mine = found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
-                if not (mine and stat.S_ISREG(found.st_mode)):
+                status = os.fstat(descriptor)
+                mine = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+                if not (mine and stat.S_ISREG(status.st_mode)):
                     raise ConfigError(f"{path}: expected a file of this user that nobody else can read")
                 return cls.parse(os.read(descriptor, 1 << 16).decode(errors="replace"))
             finally:

@@ -150,12 +150,12 @@ def parse_toml(text: str, *, max_bytes: int = 1 << 16, max_depth: int = MAX_DEPT
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise DocumentError(f"{twice[:80]!r} is in one object twice")
-    return found
+    return members
 
 
 def _no_number(text: str) -> NoReturn:

@@ -148,10 +148,10 @@ class Placement:
 
     def divided(self, chunks: Iterable[int]) -> dict[str, dict[int, None]]:
         """These chunks by the shard that has them, in ascending order. Shards without any are left out."""
-        found: dict[str, dict[int, None]] = {}
+        by_shard: dict[str, dict[int, None]] = {}
         for chunk in sorted(chunks):
-            found.setdefault(f"shard-{self.first + chunk % self.shards}", {})[chunk] = None
-        return dict(sorted(found.items(), key=lambda item: int(item[0].rpartition("-")[2])))
+            by_shard.setdefault(f"shard-{self.first + chunk % self.shards}", {})[chunk] = None
+        return dict(sorted(by_shard.items(), key=lambda item: int(item[0].rpartition("-")[2])))
 
 
 # ---- parts -------------------------------------------------------------------------------
@@ -228,9 +228,9 @@ def part_map_of(model: v1.ModelSpec, part: int) -> PartMap:
 
 def shards_of(model: v1.ModelSpec, num_shards: int) -> list[int]:
     """Ranks of the shards that have chunks, of all parts; `num_shards` is the number of each part."""
-    found: list[int] = []
+    ranks: list[int] = []
     for part in range(max(1, len(model.parts))):
         elems = part_map_of(model, part).elems
         chunks = ChunkMap(elems, model.chunk_elems, num_shards)
-        found += [part * num_shards + index for index in range(num_shards) if chunks.chunks_of(index)]
-    return found
+        ranks += [part * num_shards + index for index in range(num_shards) if chunks.chunks_of(index)]
+    return ranks

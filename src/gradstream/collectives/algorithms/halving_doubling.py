@@ -48,8 +48,8 @@ def reduce_scatter(place: int, cuts: Sequence[int], rank_of: Callable[[int], int
         middle = (first + last) // 2
         partner = rank_of(place ^ (last - middle))
         lower, upper = (cuts[first], cuts[middle]), (cuts[middle], cuts[last])
-        kept, given = (upper, lower) if place >= middle else (lower, upper)
-        steps += [Send(partner, *given), Recv(partner, *kept, add=True)]
+        kept, sent = (upper, lower) if place >= middle else (lower, upper)
+        steps += [Send(partner, *sent), Recv(partner, *kept, add=True)]
         first, last = (middle, last) if place >= middle else (first, middle)
     return steps
 

@@ -28,9 +28,9 @@ def reduce_scatter(rank: int, cuts: Sequence[int]) -> list[Step]:
     size = len(cuts) - 1
     steps: list[Step] = []
     for turn in range(1, size):
-        given, kept = (rank - turn) % size, (rank - turn - 1) % size
+        sent, kept = (rank - turn) % size, (rank - turn - 1) % size
         steps += [
-            Send((rank + 1) % size, cuts[given], cuts[given + 1]),
+            Send((rank + 1) % size, cuts[sent], cuts[sent + 1]),
             Recv((rank - 1) % size, cuts[kept], cuts[kept + 1], add=True),
         ]
     return steps
@@ -41,9 +41,9 @@ def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
     size = len(cuts) - 1
     steps: list[Step] = []
     for turn in range(size - 1):
-        given, taken = (rank - turn) % size, (rank - turn - 1) % size
+        sent, taken = (rank - turn) % size, (rank - turn - 1) % size
         steps += [
-            Send((rank + 1) % size, cuts[given], cuts[given + 1]),
+            Send((rank + 1) % size, cuts[sent], cuts[sent + 1]),
             Recv((rank - 1) % size, cuts[taken], cuts[taken + 1]),
         ]
     return steps

@@ -45,19 +45,19 @@ def choose_backend(device: torch.device | None, wanted: str = "auto") -> Backend
     Raises:
         ConfigError: torch was built without the backend, or there is no such backend.
     """
-    found: dict[str, bool] = {}
+    available: dict[str, bool] = {}
     if torch.distributed.is_available():
-        found = {
+        available = {
             "gloo": torch.distributed.is_gloo_available(),
             "nccl": torch.distributed.is_nccl_available() and torch.cuda.is_available(),
             "mpi": torch.distributed.is_mpi_available(),
         }
-    has = ", ".join(name for name, there in found.items() if there) or "none"
+    has = ", ".join(name for name, there in available.items() if there) or "none"
     if wanted == "auto":
-        wanted = "nccl" if device is not None and device.type == "cuda" and found.get("nccl") else "gloo"
+        wanted = "nccl" if device is not None and device.type == "cuda" and available.get("nccl") else "gloo"
     if wanted not in ("gloo", "nccl", "mpi"):
         raise ConfigError(f"backend {wanted!r} of torch.distributed: expected auto, gloo, nccl or mpi")
-    if not found.get(wanted):
+    if not available.get(wanted):
         raise ConfigError(
             f"torch {torch.__version__} has no backend {wanted!r} here; it has {has}. Install a "
             "build of torch that has it, or exchange without torch.distributed"

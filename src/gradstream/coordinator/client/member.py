@@ -392,5 +392,5 @@ class Member(Reporter):
 
 def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
     """Names of the nodes of a role, in the order of ranks."""
-    found = (node for node in nodes if node.role == role)
-    return [node.name for node in sorted(found, key=lambda node: node.rank)]
+    of_role = (node for node in nodes if node.role == role)
+    return [node.name for node in sorted(of_role, key=lambda node: node.rank)]

@@ -202,7 +202,7 @@ class ReplayCluster:
     async def _kill_all(self) -> None:
         """Kills every node, and cancels tasks until none is left: a task that cleans up may wait for a dead peer."""
         for name in self.run.plan.node_names:
-            if self._network.at(f"memory:{name}") is not None:
+            if self._network.endpoints.get(f"memory:{name}") is not None:
                 self._network.kill(name)
                 self._virtual.runtime(name).kill()
         director = self._virtual.runtime("director")

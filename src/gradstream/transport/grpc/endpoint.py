@@ -117,8 +117,8 @@ def _certificate(context: _Context) -> Shown | None:
 
 def _shown(context: _Context, key: str) -> bytes:
     """The value of a key of the caller's metadata; b"" if it has none."""
-    found = dict(context.invocation_metadata() or ()).get(key, b"")
-    return found if isinstance(found, bytes) else b""
+    value = dict(context.invocation_metadata() or ()).get(key, b"")
+    return value if isinstance(value, bytes) else b""
 
 
 class GrpcEndpoint(EndpointCore):
@@ -276,7 +276,7 @@ class GrpcEndpoint(EndpointCore):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, proof.BAD_SECRET)
         if opened.urgent:
             carrier.hurry()
-        stream = carrier.stream = self._incoming(
+        stream = carrier.stream = self.incoming(
             opened,
             carrier,
             caller=Caller(session.sender, session.incarnation),

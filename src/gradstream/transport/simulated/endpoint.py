@@ -34,11 +34,14 @@ class MemoryNetwork(VirtualNetwork):
 
     Args:
         cluster: supplies clock, network configuration and random numbers.
+
+    Attributes:
+        endpoints: by address.
     """
 
     def __init__(self, cluster: VirtualCluster) -> None:
         super().__init__(cluster)
-        self._endpoints: dict[str, MemoryEndpoint] = {}
+        self.endpoints: dict[str, MemoryEndpoint] = {}
         self._pipes: dict[_Pipe, None] = {}
 
     def attach(self, endpoint: MemoryEndpoint) -> None:
@@ -47,25 +50,21 @@ class MemoryNetwork(VirtualNetwork):
         Raises:
             ConfigError: another endpoint has the address.
         """
-        if endpoint.address in self._endpoints:
+        if endpoint.address in self.endpoints:
             raise ConfigError(f"{endpoint.address} is in use: stop the node that has it first")
-        self._endpoints[endpoint.address] = endpoint
+        self.endpoints[endpoint.address] = endpoint
 
     def detach(self, endpoint: MemoryEndpoint) -> None:
         """Takes an endpoint off the network; connecting to its address fails from now on."""
-        if self._endpoints.get(endpoint.address) is endpoint:
-            del self._endpoints[endpoint.address]
-
-    def at(self, address: str) -> MemoryEndpoint | None:
-        """The endpoint at an address."""
-        return self._endpoints.get(address)
+        if self.endpoints.get(endpoint.address) is endpoint:
+            del self.endpoints[endpoint.address]
 
     def kill(self, node: str) -> None:
         """Ends a node as if its process had died: it sends nothing more, and its peers notice one latency later.
 
         The caller cancels the tasks of the node afterwards, with `VirtualRuntime.kill`.
         """
-        for endpoint in [e for e in self._endpoints.values() if e.identity.name == node]:
+        for endpoint in [e for e in self.endpoints.values() if e.identity.name == node]:
             endpoint.die()
         for pipe in [p for p in self._pipes if node in (p.caller, p.called)]:
             pipe.lose(node)
@@ -196,9 +195,9 @@ class _Pipe:
 
     def answer(self, opened: v1.Open) -> None:
         """Hands the Open to the called endpoint, or tells the caller that nobody listens."""
-        endpoint = self._network.at(self._to)
+        endpoint = self._network.endpoints.get(self._to)
         if endpoint is not None:
-            self.far.stream = endpoint.take_in(opened, self.far)
+            self.far.stream = endpoint.incoming(opened, self.far)
             return
         self.far.is_over = True
         self._notice(self.near, self.called, self.caller, f"nobody listens at {self._to}")
@@ -279,11 +278,11 @@ class _Copy:
 
     def _deliver(self) -> None:
         frame, payload = self._frames.pop(0)
-        endpoint = self._network.at(self._to)
+        endpoint = self._network.endpoints.get(self._to)
         if endpoint is None:
             return
         if frame.HasField("open"):
-            self._stream = endpoint.take_in(frame.open, NullCarrier(), window=1 << 30)
+            self._stream = endpoint.incoming(frame.open, NullCarrier(), window=1 << 30)
         elif self._stream is not None:
             feed(self._stream, frame, payload)
 
@@ -312,12 +311,6 @@ class MemoryEndpoint(EndpointCore):
         """Takes the endpoint of a killed node off the network: its clean-up code can reach no peer."""
         self._closed = True
         self._network.detach(self)
-
-    def take_in(
-        self, opened: v1.Open, carrier: _End | NullCarrier, *, window: int | None = None
-    ) -> StreamCore:
-        """Takes an Open that has arrived here."""
-        return self._incoming(opened, carrier, window=window)
 
     def _dial(self, peer: str, address: str, priority: Priority) -> _End:
         return _Pipe(self._network, self.identity.name, peer, address, priority).near

@@ -260,7 +260,7 @@ class SocketEndpoint(EndpointCore):
         self._callers[key].connections[greeting.index].start(connected, checked=greeting.checked)
 
     def _answer(self, multiplexer: Multiplexer, carrier: MultiplexedCarrier, opened: v1.Open) -> StreamCore:
-        return self._incoming(opened, carrier, caller=Caller(multiplexer.peer, multiplexer.incarnation))
+        return self.incoming(opened, carrier, caller=Caller(multiplexer.peer, multiplexer.incarnation))
 
     def _disconnect_caller(self, caller: Caller) -> None:
         for (name, incarnation, _), multiplexer in list(self._callers.items()):
