@@ -86,7 +86,11 @@ def _after(job: Job, run_id: str, at: JobPhase, resume: Resume) -> JobPhase | No
     over = at.over or (phase.steps is not None and resume.rounds >= at.rounds + phase.steps)
     if over or _plan_phase(job, run_id, at, resume).ledger().finished:
         return JobPhase(
-            at.number + 1, epochs=resume.done.epochs, rounds=resume.rounds, boundary=boundary, chosen=at.chosen
+            at.number + 1,
+            epochs=resume.done.epochs,
+            rounds=resume.rounds,
+            boundary=boundary,
+            chosen=at.chosen,
         )
     return None
 
