@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import gradstream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,12 +68,15 @@ def section_of_design(heading: str) -> str:
     return (ROOT / "docs" / "design.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
-def test_a_gradient_enters_few_files_and_each_once() -> None:
+@pytest.mark.parametrize(
+    ("walk", "most"), [("a gradient", MAX_FILES_OF_A_GRADIENT), ("a sum", 13), ("a call", 12)]
+)
+def test_the_walks_enter_few_files_and_each_once(walk: str, most: int) -> None:
     rows = re.findall(
-        r"^\| (\d+) \| `([\w/]+\.py)` \|", section_of_design("The way of a gradient"), re.MULTILINE
+        r"^\| (\d+) \| `([\w/]+\.py)` \|", section_of_design(f"The way of {walk}"), re.MULTILINE
     )
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
-    assert 0 < len({file for _, file in rows}) == len(rows) <= MAX_FILES_OF_A_GRADIENT
+    assert 0 < len({file for _, file in rows}) == len(rows) <= most
     assert all((SOURCE / file).is_file() for _, file in rows)
 
 
