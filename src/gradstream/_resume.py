@@ -266,8 +266,12 @@ def _on_workers(plan: RunPlan) -> str:
     """Names the optimizers' state that no checkpoint has: of workers that make steps of their own; "" if none."""
     if not plan.trains_locally:
         return ""
-    if plan.open_ended:
+    if plan.loops_optimize:
         return "the state of each loop's own optimizer, unless the script saves and loads it,"
+    if plan.replicas:  # each worker's own, which the checkpoint has
+        return ""
+    if plan.open_ended:
+        return "the state of each worker's own optimizer"
     names = ", ".join(plan.optimizer.state_names)
     return names and f"{names} of each worker's own {type(plan.optimizer).__name__}"
 

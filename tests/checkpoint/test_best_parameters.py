@@ -71,7 +71,7 @@ def test_the_best_is_that_of_the_figure_that_until_monitors(tmp_path: Path, mode
 def test_a_finished_run_without_its_final_parameters_is_not_evaluated_by_older_ones(
     tmp_path: Path, damage: str
 ) -> None:
-    trained(tmp_path / "run", checkpoint_every=10)
+    trained(tmp_path / "run", checkpoint_every=1)  # a quick machine makes many rounds meanwhile
     final = tmp_path / "run" / "checkpoints/final/model.safetensors"
     final.unlink()
     if damage == "fifo":

@@ -198,7 +198,7 @@ class _Tied(nn.Module):
     ("options", "what"),
     [
         ({"split": 1}, "expected split=2 or more"),
-        ({"micro_batches": 2}, "micro_batches=2: leave it out"),
+        ({"micro_batches": 2}, "leave micro_batches=2 out"),
         ({"clip_norm": 1.0}, "take clip_value"),
         ({"build": normed}, "GroupNorm"),
         ({"build": _Tied}, "first.weight"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.errors import ConfigError
+from gradstream.errors import ClosedError, ConfigError
 from gradstream.testing.sessions import loop_in_threads
 from small_loops import DEADLINES, INPUTS, TARGETS, Make, clamp, momentum, net, one_worker, steps, train
 
@@ -189,13 +189,155 @@ def test_several_models_and_optimizers_have_one_round() -> None:
         made = [momentum(first), torch.optim.RMSprop(second.parameters())]
         session.wrap([first, second], made)
         play(first, second, made[0], made[1], range(session.rank, session.rank + 4))
-        assert session.step == 5  # the second optimizer begins each round after the first
+        assert session.step == 4
         session.close()
         return {**values(first), **{f"second.{name}": value for name, value in values(second).items()}}
 
     found = in_two(gs.LocalSGD(every=2), loop)
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name])
+
+
+def test_two_optimizers_of_one_backward_step_before_the_exchange() -> None:
+    def make(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SGD(model[0].parameters(), lr=0.05),
+            torch.optim.SGD(model[2].parameters(), lr=0.05),
+        ]
+
+    def go(model: nn.Sequential, made: list[torch.optim.Optimizer], numbers: range) -> None:
+        for number in numbers:
+            at = slice(number * 4 % 32, number * 4 % 32 + 4)
+            model.zero_grad()
+            nn.functional.mse_loss(model(INPUTS[at]), TARGETS[at]).backward()  # type: ignore[no-untyped-call]
+            for one in made:
+                one.step()
+
+    def loop(session: gs.Session) -> Values:
+        model = net()
+        _, made = session.wrap(model, make(model))
+        go(model, list(made), range(session.rank, session.rank + 4))
+        assert session.step == 4
+        session.close()
+        return values(model)
+
+    models = [net(), net()]
+    for begin in (0, 2):
+        for rank in range(2):
+            go(models[rank], make(models[rank]), range(begin + rank, begin + rank + 2))
+        to_mean(models)
+    check(in_two(gs.LocalSGD(every=2), loop), values(models[0]))
+
+
+def test_an_optimizer_that_makes_fewer_steps_is_not_waited_for() -> None:
+    def loop(session: gs.Session) -> Values:
+        first, second = net(), net()
+        a, b = momentum(first), momentum(second)
+        session.wrap([first, second], [a, b])
+        for number in range(session.rank, session.rank + 6):
+            list(steps(first, a, range(number, number + 1)))
+            if number % 3 == session.rank:
+                list(steps(second, b, range(number, number + 1)))
+        assert session.step == 6
+        session.close()
+        return {**values(first), **{f"second.{name}": value for name, value in values(second).items()}}
+
+    found = in_two(gs.LocalSGD(every=2), loop)
+    check(found, found[0])
+
+
+@pytest.mark.parametrize("strategy", [gs.LocalSGD(every=5), gs.strategies.Gossip(every=5)])
+def test_an_evaluation_leaves_arrays_and_moved_parameters_as_they_are(strategy: gs.Strategy) -> None:
+    def of_arrays(session: gs.Session) -> None:
+        w = np.zeros(3)
+        for _ in range(3):
+            session.exchange(w, w - 1, gs.optim.SGD(0.1), samples=1)
+        before = w.copy()
+        with session.evaluation():
+            assert (
+                w.tolist() == (before if isinstance(strategy, gs.strategies.Gossip) else np.zeros(3)).tolist()
+            )
+        assert w.tolist() == before.tolist()
+        session.close()
+
+    def of_module(session: gs.Session) -> None:
+        model = net()
+        _, optimizer = session.wrap(model, momentum(model))
+        nn.utils.vector_to_parameters(torch.ones(21).double(), model.parameters())
+        list(steps(model, optimizer, range(2)))
+        before = values(model)
+        with session.evaluation():
+            pass
+        assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+        session.close()
+
+    in_two(strategy, of_arrays)
+    in_two(strategy, of_module)
+
+
+@pytest.mark.parametrize("strategy", [gs.LocalSGD(every=2), gs.strategies.Gossip(every=2)])
+def test_all_begin_with_what_the_first_worker_has_made(strategy: gs.Strategy) -> None:
+    def loop(session: gs.Session) -> Values:
+        model = net()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(session.rank)
+        model[0].requires_grad_(False)  # a backbone
+        trained = [one for one in model.parameters() if one.requires_grad]
+        session.wrap(model, torch.optim.SGD(trained, lr=0.1))
+        begun = values(model)
+        session.close()
+        return begun
+
+    check(in_two(strategy, loop), values(net()))
+    arrays = in_two(strategy, lambda session: begin(session))
+    assert arrays[0].tolist() == arrays[1].tolist() == [0.0, 0.0]
+
+
+def begin(session: gs.Session) -> np.ndarray[Any, Any]:
+    w = np.full(2, float(session.rank))
+    session.exchange(w, np.zeros(2), gs.optim.SGD(0.1), samples=1)
+    session.close()
+    return w
+
+
+def test_a_step_after_the_end_raises_at_once() -> None:
+    def loop(session: gs.Session) -> None:
+        model = net()
+        _, optimizer = session.wrap(model, momentum(model))
+        session.close()
+        with pytest.raises(ClosedError, match=r"make all steps before session\.close"):
+            optimizer.step()
+
+    in_two(gs.LocalSGD(every=5), loop)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_what_the_script_changes_after_the_last_round_is_exchanged_too(num_steps: int) -> None:
+    def loop(session: gs.Session) -> Values:
+        model = net()
+        _, optimizer = session.wrap(model, momentum(model))
+        list(steps(model, optimizer, range(num_steps)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0 + session.rank)
+        session.close()
+        return values(model)
+
+    for one in in_two(gs.LocalSGD(every=2), loop):
+        for value in one.values():
+            torch.testing.assert_close(value, torch.full_like(value, 1.5), rtol=1e-9, atol=1e-12)
+
+
+def test_arrays_keep_their_rule() -> None:
+    def loop(session: gs.Session) -> None:
+        w = np.zeros(2)
+        session.exchange(w, w, gs.optim.SGD(0.1), samples=1)
+        session.exchange(w, w, gs.optim.SGD(0.2), samples=1)
+        session.exchange(w, w, gs.optim.Adam(0.2), samples=1)
+
+    with pytest.raises(ConfigError, match="only its lr may change"):
+        in_two(gs.LocalSGD(every=5), loop)
 
 
 def test_arrays_train_locally_too() -> None:

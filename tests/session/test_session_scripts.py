@@ -248,7 +248,7 @@ def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
         gs.train(job, optimizer="adam")
     with pytest.raises(gs.errors.ConfigError, match="cannot be simulated"):
         gs.simulate(job)
-    with pytest.raises(gs.errors.ConfigError, match="as processes, not as threads"):
+    with pytest.raises(gs.errors.ConfigError, match="runs as processes; leave processes out"):
         gs.train(job, processes=False)
 
 

@@ -81,7 +81,7 @@ def _of_options(job: Job) -> _Found:
     named = f"pipeline={pipeline!r}"
     yield "own loop", loop, "a training loop of your own"
     yield "stream", not loop and job.data.num_samples is None, f"the stream {job.data.name!r}"
-    yield "held-out samples", loop or job.data.num_test_samples, "held-out samples"
+    yield "held-out samples", job.data.num_test_samples, "held-out samples"
     for name, value in job.until.evaluated.items() if job.until is not None else ():
         yield "until a figure", True, f"until({name}={value})"
     yield "clip", job.clip_norm or job.clip_value, "clip_value" if job.clip_norm is None else "clip_norm"

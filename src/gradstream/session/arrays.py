@@ -172,11 +172,7 @@ class ArrayParameters:
 
     def check(self, parameters: Tree, rule: Optimizer) -> None:
         """Raises ConfigError unless arrays and rule are those of the first step; only `lr` may differ."""
-        if type(rule) is not type(self._rule) or _without_lr(rule) != _without_lr(self._rule):
-            raise ConfigError(
-                f"session.exchange: got the update rule {rule}; expected the rule of the first step, "
-                f"{self._rule}: only its lr may change"
-            )
+        check_rule(rule, self._rule)
         self.binding.check(parameters)
 
 
@@ -299,6 +295,15 @@ def rate_of(rule: Optimizer) -> float:
             "learning rate of each step in your loop, and pass SGD(lr=0.1), for example"
         )
     return rule.lr
+
+
+def check_rule(rule: Any, first: Any) -> None:
+    """Raises ConfigError unless the rule is that of the first step; only `lr` may differ."""
+    if type(rule) is not type(first) or _without_lr(rule) != _without_lr(first):
+        raise ConfigError(
+            f"session.exchange: got the update rule {rule}; expected the rule of the first step, {first}: only its lr "
+            "may change"
+        )
 
 
 def _without_lr(rule: Any) -> dict[str, Any]:

@@ -321,15 +321,25 @@ class LoopBridge:
             GradstreamError: the error with which the worker has ended. The gradient may or may not be applied.
         """
         with self._condition:
-            if self.ended:
-                raise ClosedError(
-                    "optimizer.step: the session is closed; make all steps before session.close"
-                )
-            self._raise_worker_end()
+            self._check_open()
             self._turn = Turn(samples, lr, loss)
             self.counts.hand_over(samples, whole=True)
             self._pass_to("worker")
             self._wait()
+
+    def check_open(self) -> None:
+        """Raises what `step` would raise: a loop that makes steps of its own in between is to hear of the end at once.
+
+        Raises:
+            ClosedError, GradstreamError: see `step`.
+        """
+        with self._condition:
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise ClosedError("optimizer.step: the session is closed; make all steps before session.close")
+        self._raise_worker_end()
 
     def open(self, samples: int, *, silent: bool = False) -> torch.Tensor:
         """Begins a round, once the one before is over. Returns the vector (E,), to be written from the front.

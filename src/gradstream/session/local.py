@@ -8,8 +8,8 @@
     turn(w) ── w_i ← w ──▶                     step() returns
 
 The script's own optimizer makes the steps, whatever it is; for arrays, the rule that the script gives. The script may
-change w_i between two steps: what it does is in w - w_i, as a step is. A round is over when one of the optimizers has
-made H steps. What is left of a round when the session is closed is exchanged then.
+change w_i between two steps: what it does is in w - w_i, as a step is. A round is over after H steps of the loop, and a
+step of the loop is one of each optimizer that makes one. What is left when the session is closed is exchanged then.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
-from gradstream.model.buffers import Tree
+from gradstream.checkpoint.own_state import EXTRA
+from gradstream.model.base import Slot
+from gradstream.model.buffers import Arrays, Buffers, Tree
 from gradstream.optim.base import Optimizer
-from gradstream.session.arrays import ArrayBinding, LocalUpdates
+from gradstream.session.arrays import ArrayBinding, LocalUpdates, check_rule
 from gradstream.session.binding import ModuleBinding
 from gradstream.session.bridge import LoopBridge
 
@@ -45,6 +48,12 @@ class LocalModule(ModuleBinding):
         """See `ParameterBinding.check_unchanged`: values may change, but the module has to keep its parameters."""
         self.watch.check_module(where)
 
+    @property
+    def changed(self) -> bool:
+        """Whether w_i differs from w."""
+        pairs = zip(self._parameters, self.layout.views(self._begun), strict=True) if len(self._begun) else ()
+        return any(not torch.equal(parameter.detach(), was) for parameter, (_, was) in pairs)
+
     def set_parameters(self, parameters: torch.Tensor) -> None:
         """See `ParameterBinding.set_parameters`: w_i ← w."""
         if len(self._own) != len(parameters):
@@ -61,17 +70,32 @@ class LocalModule(ModuleBinding):
             own = parameter.detach()
             into.copy_(own) if self._in_pairs else torch.sub(was, own, out=into)
 
+    def extra(self) -> Arrays:
+        """The parameters that the script has made, until training begins: all workers begin with the first one's."""
+        return first_of(self.layout.slots, [one.detach() for one in self._parameters], len(self._begun))
+
+    def load_fixed(self, frozen: Buffers) -> None:
+        """See `ParameterBinding.load_fixed`, and what `extra` returns."""
+        super().load_fixed(frozen)
+        for parameter, slot in zip(self._parameters, self.layout.slots, strict=True):
+            if (value := frozen.get(FIRST + slot.name)) is not None:
+                parameter.data.copy_(torch.from_numpy(np.asarray(value)))
+
     @contextmanager
     def showing(self, parameters: torch.Tensor, own: torch.Tensor | None) -> Iterator[None]:
         """See `ParameterBinding.showing`. In pairs nobody has the mean of all: the script goes on seeing w_i."""
         if self._in_pairs:
             yield
             return
+        mine = [
+            parameter.data for parameter in self._parameters
+        ]  # the script may have given them other memory
         self._point_at(parameters.clone())
         try:
             yield
         finally:
-            self._point_at(self._own)
+            for parameter, data in zip(self._parameters, mine, strict=True):
+                parameter.data = data
 
 
 class LocalArrays(ArrayBinding):
@@ -79,24 +103,33 @@ class LocalArrays(ArrayBinding):
 
     Args:
         arrays: as for `ArrayBinding`.
+        rule: the update rule of the first step.
         in_pairs: see `LocalModule`.
     """
 
-    def __init__(self, arrays: Tree, *, in_pairs: bool) -> None:
+    def __init__(self, arrays: Tree, rule: Optimizer, *, in_pairs: bool) -> None:
         super().__init__(arrays)
+        self._rule = rule
         self._in_pairs = in_pairs
         self._updates = LocalUpdates()
 
     def check_unchanged(self, where: str) -> None:
         """Does nothing: what the script changes is in w - w_i."""
 
+    @property
+    def changed(self) -> bool:
+        """Whether w_i differs from w."""
+        views = self.layout.views(self._shown) if len(self._shown) else ()
+        return any(not np.array_equal(view.numpy(), self.by_name[name]) for name, view in views)
+
     def step(self, parameters: Tree, gradients: Tree, rule: Optimizer) -> None:
         """Makes one step on this worker alone.
 
         Raises:
-            ConfigError: the arrays are not those of the first step, or the rule's rate is no number.
+            ConfigError: the arrays or the rule are not those of the first step, or the rule's rate is no number.
             GradientError: the gradients do not fit.
         """
+        check_rule(rule, self._rule)
         self.check(parameters)
         self._updates.step(parameters, gradients, rule)
 
@@ -106,20 +139,77 @@ class LocalArrays(ArrayBinding):
         if not self._in_pairs:
             torch.sub(self._shown, gradient, out=gradient)
 
+    def extra(self) -> Arrays:
+        """As of `LocalModule`."""
+        made = [torch.from_numpy(self.by_name[slot.name]) for slot in self.layout.slots]
+        return first_of(self.layout.slots, made, len(self._shown))
+
+    def load_fixed(self, frozen: Buffers) -> None:
+        """Sets what `extra` returns."""
+        for name, array in self.by_name.items():
+            if (value := frozen.get(FIRST + name)) is not None:
+                array[...] = value
+
+    @contextmanager
+    def showing(self, parameters: torch.Tensor, own: torch.Tensor | None) -> Iterator[None]:
+        """As of `LocalModule`."""
+        if self._in_pairs:
+            yield
+            return
+        mine = {name: array.copy() for name, array in self.by_name.items()}
+        for name, view in self.layout.views(parameters):
+            self.by_name[name][...] = view.numpy()
+        try:
+            yield
+        finally:
+            for name, array in mine.items():
+                self.by_name[name][...] = array
+
+
+FIRST = f"{EXTRA}first."
+"""Prefix of the parameters with which the first worker begins, on their way to the others."""
+
+
+def first_of(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], begun: int) -> Arrays:
+    """The parameters under their names with the prefix; {} once training has begun."""
+    if begun:
+        return {}
+    return {FIRST + slot.name: one.numpy().copy() for slot, one in zip(slots, tensors, strict=True)}
+
 
 class LocalRound:
     """Counts the steps of a round, and hands the round over when it is full.
 
+    Where several optimizers make steps, the round is over when all have made as many. One that makes fewer than
+    another is not waited for: then the round is over when the loop calls a model for its next step.
+
     Args:
         bridge: takes the round.
         steps: H, steps of a round.
+        binding: the parameters of the loop.
+        optimizers: number of the script's optimizers.
     """
 
-    def __init__(self, bridge: LoopBridge, steps: int) -> None:
+    def __init__(
+        self, bridge: LoopBridge, steps: int, binding: LocalModule | LocalArrays, optimizers: int = 1
+    ) -> None:
         self._bridge = bridge
         self._full = steps
-        self._made: dict[int, int] = {}  # by optimizer
+        self._binding = binding
+        self._optimizers = optimizers
+        self._made: dict[int, int] = {}  # by optimizer, in the whole run
+        self._begun = 0  # steps of the loop before this round
         self._samples, self._loss = 0, 0.0
+        self._last = 1  # samples of the latest step
+
+    @property
+    def _steps(self) -> int:
+        """Steps of the loop so far: those of the optimizer that has made most."""
+        return max(self._made.values(), default=0)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._steps - self._begun >= self._full
 
     def stepped(self, samples: int, loss: float, optimizer: object = None) -> None:
         """Counts a step that was made, and waits for the exchange where it was the last one of its round.
@@ -132,19 +222,32 @@ class LocalRound:
         Raises:
             ClosedError, GradstreamError: see `LoopBridge.step`.
         """
-        made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
-        others = (count for key, count in self._made.items() if key != id(optimizer))
-        if made > max(others, default=0):  # else it belongs to a step of the loop that has been counted
+        before, key = self._steps, id(optimizer)
+        self._made[key] = self._made.get(key, 0) + 1
+        if self._steps > before:  # else it belongs to a step of the loop that has been counted
             self._bridge.stepped(handed=False)
             self._samples += samples
             self._loss += samples * loss if samples else 0.0
-        if made == self._full:
-            self.end()
+            self._last = samples or self._last
+        alike = len(self._made) == self._optimizers and len(set(self._made.values())) == 1
+        if self._is_full and alike:
+            self._hand_over()
+
+    def called(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """A model is called: its next step begins, so a full round does not wait for optimizers that made fewer."""
+        if self._is_full and module.training and torch.is_grad_enabled():
+            self._hand_over()
 
     def end(self) -> None:
-        """Hands over what there is of the round. Does nothing if that is nothing."""
-        if not self._made:
-            return
+        """Hands over what is left when the loop ends: steps, and what the script has changed since the last round.
+
+        A change without a step weighs as much as the latest step.
+        """
+        if self._steps > self._begun or self._binding.changed:
+            self._samples = self._samples or self._last
+            self._hand_over()
+
+    def _hand_over(self) -> None:
         samples, loss = self._samples, self._loss / self._samples if self._samples else math.nan
-        self._made, self._samples, self._loss = {}, 0, 0.0
+        self._begun, self._samples, self._loss = self._steps, 0, 0.0
         self._bridge.step(samples, 1.0, loss)

@@ -291,17 +291,23 @@ class WorkerSession(Session):
         binding = LocalModule(joined, list(trained.values()), in_pairs=self._in_pairs)
         self._optimizers = optimizers
         bridge = self._begin(binding, description_of(*optimizers))
-        one_round = self._round = LocalRound(bridge, self._strategy.local_steps)
+        one_round = LocalRound(bridge, self._strategy.local_steps, binding, len(optimizers))
+        self._round = one_round
 
         def made(optimizer: TorchOptimizer, loss: float) -> None:
             binding.watch.check_groups(self._where(), optimizer.param_groups)
             samples, _ = whole(self._taken_samples())
             one_round.stepped(samples, self._log.step(loss), optimizer)
 
+        def before() -> None:
+            bridge.check_open()
+            self._check_unchanged()
+
         for one in optimizers:
-            around_each_step(one, self._check_unchanged, partial(made, one))
+            around_each_step(one, before, partial(made, one))
+        hook = BeforeForward(one_round.called, self._samples.forward)
         for module in modules:
-            module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def split(
         self, build: Callable[[], nn.Module], example: Any, *, into: int, pipeline_dtype: str | None = None
@@ -390,6 +396,7 @@ class WorkerSession(Session):
         assert self._arrays is not None and bridge is not None
         if isinstance(self._arrays, LocalArrays):
             assert self._round is not None
+            bridge.check_open()
             self._arrays.step(parameters, gradients, rule)
             samples, _ = whole(self._taken_samples())
             self._round.stepped(samples, self._log.step())
@@ -408,8 +415,9 @@ class WorkerSession(Session):
             replica = self._arrays = ArrayGradients(parameters)
             replica.synchronize(self._begin(replica.binding, description_of(rule)))
         elif self._strategy.trains_locally:
-            local = self._arrays = LocalArrays(parameters, in_pairs=self._in_pairs)
-            self._round = LocalRound(self._begin(local, description_of(rule)), self._strategy.local_steps)
+            local = self._arrays = LocalArrays(parameters, rule, in_pairs=self._in_pairs)
+            bridge = self._begin(local, description_of(rule))
+            self._round = LocalRound(bridge, self._strategy.local_steps, local)
         else:
             arrays = self._arrays = ArrayParameters(parameters, rule)
             self._begin(arrays.binding, arrays.rule_text())
@@ -498,9 +506,7 @@ class WorkerSession(Session):
             )
 
     def _where(self) -> str:
-        bridge = self._connection.bridge
-        made = 0 if bridge is None else bridge.batches
-        return f"worker-{self.rank}, step {self._resume_point.steps + made}"
+        return f"worker-{self.rank}, step {self._steps_made()}"
 
     def _check_unchanged(self) -> None:
         """Raises ConfigError if the script has changed parameters that the exchange would overwrite."""

@@ -13,7 +13,11 @@ from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers, buffers_of, load_buffers
 from gradstream.model.built_module import extra_of, fixed_of, load_fixed
 from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.tasks import Wakeup
 from gradstream.transport.base import Endpoint
+
+LOOK_S = 0.5
+"""Seconds between two looks whether the others are still there."""
 
 
 class BufferAverager:
@@ -53,6 +57,8 @@ class BufferAverager:
         self._kept: tuple[int, OwnState] | None = None  # number of steps, and the state after them
         self._frozen: OwnState | None = None
         self._ended = asyncio.Event()
+        self._copies = 0  # of what this worker begins with
+        self._copied = Wakeup()
         self.restored = asyncio.Event()
 
     def serve(self) -> None:
@@ -64,7 +70,7 @@ class BufferAverager:
         self._progress = progress
 
     async def begin_as_first(self, *, buffers: bool = True) -> None:
-        """Copies what the model of the first worker holds: all begin alike.
+        """Copies what the model of the first worker holds: all begin alike. The first one waits until all have it.
 
         Args:
             buffers: copy its buffers too. False keeps those that this worker has restored from a checkpoint.
@@ -74,12 +80,14 @@ class BufferAverager:
             RefusedError: its model is not like this worker's.
         """
         first = self._workers()[0]
-        if first != self._runtime.node:
-            await self._copy(first)
-            if not buffers:
-                return
+        if first == self._runtime.node:
+            while self._copies < len(self._workers()) - 1:  # a lost worker is none of them any more
+                await self._copied.rung(self._runtime, LOOK_S)
+            return
+        if buffers:
             state = await self._ask(first, await self._own())
             await self._runtime.compute(lambda _: load_buffers(self._model, state.buffers), work=Work("copy"))
+        await self._copy(first)
 
     async def adopt(self) -> None:
         """Takes the other workers' mean buffers: this worker joins them late, and has gone through no sample."""
@@ -157,7 +165,10 @@ class BufferAverager:
 
     async def _answer_fixed(self) -> OwnState:
         await self.restored.wait()
-        return await self._fixed()
+        fixed = await self._fixed()
+        self._copies += 1
+        self._copied.ring()
+        return fixed
 
     async def _fixed(self) -> OwnState:
         return await self._runtime.compute(

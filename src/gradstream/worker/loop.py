@@ -243,6 +243,8 @@ class LoopSource:
         known(turn)
         if not self._loop.gradients_only and not usable(into):
             where = f"worker-{self._rank}, step {gradient.step}"
-            return Result(turn.loss, refused=f"{where}: the gradient has a NaN or an infinity")
+            return Result(
+                turn.loss, refused=f"{where}: what the loop has handed over has a NaN or an infinity"
+            )
         report(len(into))
         return Result(turn.loss)

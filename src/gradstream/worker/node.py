@@ -296,7 +296,7 @@ class WorkerNode:
             elif config.run.resume is not None:
                 has_own_buffers = await restore_own(config, runtime, replica, config.run.resume)
             self._averager.restored.set()
-            if config.run.gradients_only:
+            if config.run.loops_optimize:
                 await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
             if self._evaluator is not None:
