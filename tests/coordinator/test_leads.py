@@ -6,14 +6,18 @@ import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator import registry
-from gradstream.coordinator.lead import Emit, Instruction, Lead, Lost
+from gradstream.coordinator.client.requests import Reporter
+from gradstream.coordinator.lead import MOST_REPORTS, Emit, Instruction, Lead, Lost
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import LossTolerance, Phases
+from gradstream.coordinator.refused_gradients import RefusedGradients
 from gradstream.coordinator.registry import CoordinatorPlan, leads_of
+from gradstream.coordinator.relay import RunClock
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import RefusedError
+from gradstream.runtime import VirtualCluster
 from gradstream.telemetry.events import Event, FailedEvent, StartedEvent
 from gradstream.wire import v1
 
@@ -86,3 +90,59 @@ def test_leads_are_found_by_their_class() -> None:
     membership = Membership(plan(drives=False))
     assert membership.lead(Nodes) is membership.nodes and membership.lead(Phases) is membership.phases
     assert membership.find(Hears) is None
+
+
+def gathering() -> Membership:
+    """A run of which one worker is in, and the others are not."""
+    membership = Membership(plan())
+    membership.nodes.add(v1.Node(name="worker-0", role="worker"))
+    membership.nodes.add(v1.Node(name="shard-0", role="shard"))
+    return membership
+
+
+def test_no_group_fails_before_training_begins() -> None:
+    membership = gathering()
+    beat = v1.Beat(reports=[v1.BeatReport(broken=0)])
+    membership.check("worker-0", beat)
+    membership.beat("worker-0", beat, 0.0)
+    assert membership.nodes.epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("who", "one"),
+    [
+        ("worker-0", v1.BeatReport(broken=1)),
+        ("worker-0", v1.BeatReport(sound=True)),
+        ("shard-0", v1.BeatReport(backed_up=1)),
+    ],
+)
+def test_a_beat_has_one_report_of_a_kind_that_the_newest_replaces(who: str, one: v1.BeatReport) -> None:
+    membership = gathering()
+    membership.check(who, v1.Beat(reports=[one]))
+    with pytest.raises(RefusedError, match="which has one at most"):
+        membership.check(who, v1.Beat(reports=[one, one]))
+
+
+def test_a_beat_has_so_many_reports_at_most() -> None:
+    with pytest.raises(RefusedError, match="reports in a beat; expected at most"):
+        gathering().check("worker-0", v1.Beat(reports=[v1.BeatReport()] * (MOST_REPORTS + 1)))
+
+
+def test_reports_of_a_feature_are_taken_in_the_order_of_the_beat() -> None:
+    membership = gathering()
+    refused = v1.BeatReport(refused=v1.Refused(batch=v1.Receipt(), in_a_row=1))
+    membership.beat("worker-0", v1.Beat(reports=[v1.BeatReport(sound=True), refused]), 0.0)
+    assert membership.lead(RefusedGradients)._in_a_row == {"worker-0": 1}
+    membership.beat("worker-0", v1.Beat(reports=[v1.BeatReport(sound=True)]), 0.0)
+    assert membership.lead(RefusedGradients)._in_a_row == {}
+
+
+def test_a_reporter_keeps_the_newest_of_such_a_kind() -> None:
+    runtime = VirtualCluster(0).runtime("worker-0")
+    reporter = Reporter("worker-0", RunClock(runtime, 0.0))
+    for number in (1, 2):
+        reporter.report(v1.BeatReport(broken=number), soon=False)
+        reporter.report(v1.BeatReport(begun=v1.Begun(step=number)), soon=False)
+    kinds = [report.WhichOneof("of") for report in reporter.beat.reports]
+    assert kinds == ["begun", "broken", "begun"]
+    assert reporter.beat.reports[1].broken == 2

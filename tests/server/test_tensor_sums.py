@@ -129,7 +129,7 @@ def test_the_norm_of_one_shard_in_the_place_of_all_would_be_noticed(
     whole: dict[Any, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def own(self: TensorSums, said: v1.TensorSums) -> None:
-        self.take(self.decision(self.number(said), {0: [said]}))
+        self.take(self.decision(self.number(said), {0: {0: said}}))
 
     monkeypatch.setattr(TensorSums, "say", own)
     assert difference(trained(LARS), whole[LARS]) == 0

@@ -65,6 +65,13 @@ OF_PARTS = (ANY, REPLICAS)
 """What a node of a role is among these; other roles are those of parts."""
 
 
+ONCE = frozenset({"backed_up", "broken", "quiesced", "resharded", "sound"})
+"""Kinds of reports of which a beat has one at most, the newest."""
+
+MOST_REPORTS = 1 << 16
+"""The most reports of a beat: one for each gradient that was refused, or push that was lost, since the one before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """A member that was lost while the others train, or was asked to go.

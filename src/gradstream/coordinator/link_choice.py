@@ -2,8 +2,8 @@
 
 It is the advice of `Links`: allreduce after each minibatch where workers wait little, else local SGD every H
 minibatches, with or without a codec. In a phase of local SGD nobody sees how long they would wait for a sum after each
-minibatch, nor in a phase that the workers have ended before its first one (`worker.exchange.first_look`). It is taken
-as what a sum takes beyond half of the computing, behind which backprop hides it.
+minibatch, nor in a phase that the workers have ended before its first one (`FirstLook` of `worker.group.exchange`). It
+is taken as what a sum takes beyond half of the computing, behind which backprop hides it.
 """
 
 from __future__ import annotations

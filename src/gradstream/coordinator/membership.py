@@ -8,7 +8,6 @@ name. Nothing here waits, sends or writes: the coordinator carries the instructi
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,8 +17,10 @@ from google.protobuf.message import Message
 from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.lead import (
     ANY,
+    MOST_REPORTS,
     OF_PARTS,
     OF_ROLE,
+    ONCE,
     Emit,
     Instruction,
     Lead,
@@ -266,14 +267,19 @@ class Membership:
         for ref in map(ref_of, beat.receipts):
             if not self.progress.ledger.knows(ref, node.rank):
                 raise impossible(who, f"a receipt for {ref}, which is no minibatch of this run")
-        for kind, reports in _reports(beat).items():
+        if len(beat.reports) > MOST_REPORTS:
+            raise impossible(who, f"{len(beat.reports)} reports in a beat; expected at most {MOST_REPORTS}")
+        seen = set[str]()
+        for kind, report in _reports(beat):
             lead, senders = self._of_kind.get(kind, (None, ANY))
             if lead is None:
                 raise impossible(who, f"a report {kind!r}, which nobody takes in this run")
             if senders not in OF_ROLE.get(node.role, OF_PARTS):
                 raise impossible(who, f"a report {kind!r}; only {senders} send that")
-            for report in reports:
-                lead.check(node, kind, report)
+            if kind in ONCE and kind in seen:
+                raise impossible(who, f"two reports {kind!r} in a beat, which has one at most")
+            seen.add(kind)
+            lead.check(node, kind, report)
 
     def beat(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
         """Takes what a member reports: each lead its own, then what follows from all of it."""
@@ -315,8 +321,8 @@ class Membership:
         """Gives each lead its reports, until the run is over."""
         out, reports = list[Instruction](), _reports(beat)
         for lead in self.leads:
-            for kind in lead.REPORTS:
-                for report in reports.get(kind, ()):
+            for kind, report in reports:
+                if kind in lead.REPORTS:
                     out += lead.on_report(node, kind, report, at_s)
                     if self.phases.over:
                         return out
@@ -364,10 +370,7 @@ class Membership:
         return [*out, *self.phases.conclude(at_s)]
 
 
-def _reports(beat: v1.Beat) -> Mapping[str, list[Any]]:
-    """The reports of a beat by kind, in their order. That of a kind which this program does not know is "unknown"."""
-    out: defaultdict[str, list[Any]] = defaultdict(list)
-    for report in beat.reports:
-        kind = report.WhichOneof("of")
-        out[kind or "unknown"].append(getattr(report, kind) if kind else None)
-    return out
+def _reports(beat: v1.Beat) -> list[tuple[str, Any]]:
+    """The reports of a beat with their kinds, in order. A kind that this program does not know is "unknown"."""
+    kinds = [(report, report.WhichOneof("of")) for report in beat.reports]
+    return [(kind, getattr(report, kind)) if kind else ("unknown", None) for report, kind in kinds]

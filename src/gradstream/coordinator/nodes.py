@@ -241,9 +241,10 @@ class Nodes(Lead):
     def on_report(self, node: v1.Node, kind: str, report: int, at_s: float) -> list[Instruction]:
         """Takes that a worker's group has failed although all are there, or that a shard has a backup."""
         if kind == "backed_up":
-            self.backed_up[node.name] = report
-            return [Emit(BackedUpEvent(who=node.name))] if self.is_backed_up(node.name) else []
-        if report != self.epoch:
+            before, self.backed_up[node.name] = self.backed_up.get(node.name), report
+            known = report == before or not self.is_backed_up(node.name)
+            return [] if known else [Emit(BackedUpEvent(who=node.name))]
+        if not self.epoch or report != self.epoch:  # nobody has a group before training begins
             return []
         self.epoch += 1  # under which the same workers form another group
         return [Notify()]

@@ -89,9 +89,8 @@ class OwnLoops(Lead):
     ) -> v1.Ended | v1.TakenOver | Refuse | None:
         """Tells a worker without minibatches whether the run is over for it, or gives it some of lost workers."""
         if not isinstance(self._ledger, OpenLedger):
-            return Refuse(
-                v1.BAD_REQUEST, f"{node.name} has run out of data in a run whose minibatches are planned"
-            )
+            what = "has run out of data" if isinstance(request, v1.Ending) else "takes minibatches over"
+            return Refuse(v1.BAD_REQUEST, f"{node.name} {what} in a run whose minibatches are planned")
         if isinstance(request, v1.Ending):
             over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
             return None if over is None and not self._phases.over else v1.Ended(over=bool(over))

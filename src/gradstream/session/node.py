@@ -146,7 +146,7 @@ class RunConnection:
 
     @contextmanager
     def newest_parameters(self) -> Iterator[None]:
-        """Shows the user the parameters that are on the servers now, until the context ends."""
+        """Shows the user the newest parameters that all workers share, until the context ends."""
         assert self._binding is not None and self.bridge is not None
         with self._binding.showing(self.bridge.fetch(), self.bridge.visible):
             yield

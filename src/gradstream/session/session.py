@@ -4,9 +4,10 @@
     model, optimizer = session.wrap(model, optimizer)
 
 The loop stays as it is. A worker in another thread of the same process exchanges gradients or parameters, as
-the strategy says: `synchronous` and `allreduce` average the gradients at the end of each backward; the other
-strategies take them at `optimizer.step()`, which returns with the parameters of the next step. In a script
-that plain `python` runs, a session does nothing at all.
+the strategy says: `synchronous` and `allreduce` average the gradients at the end of each backward; under `local-sgd`,
+`gossip`, `push-sum` and `noloco` the script's optimizer makes H steps, and the H-th one returns with the parameters of
+the next round; the other strategies take gradients at `optimizer.step()`, which returns with the parameters of the next
+step. In a script that plain `python` runs, a session does nothing at all.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ class Session:
         `synchronous` and `allreduce` return both unchanged. The state of the model is copied from worker 0,
         and at the end of each backward `p.grad` is the mean over the samples of all workers; your optimizer
         makes the step on every worker.
+
+        `local-sgd`, `gossip`, `push-sum` and `noloco` return both unchanged too: your optimizer makes every step, on
+        this worker's own parameters, and after H of them these are exchanged. What the script changes in between is
+        exchanged with them. All workers begin with what worker 0 has made.
 
         Other strategies return an optimizer that exchanges parameters. They train the parameters that your
         optimizer has and that require a gradient. All others (buffers, frozen parameters) stay each worker's
@@ -235,10 +240,11 @@ class Session:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Inside, the model has the parameters that are on the servers now.
+        """Inside, the model has the parameters that all workers share: those on the servers now.
 
         Under a strategy whose workers differ between steps, these are the common model. Each worker gets the
-        parameters of the moment at which it enters.
+        parameters of the moment at which it enters; under `local-sgd` those with which the round has begun. Under
+        `gossip`, `push-sum` and `noloco` nobody has a common model, and each worker sees its own.
         """
         yield
 

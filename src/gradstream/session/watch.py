@@ -31,8 +31,8 @@ FULL_CHECKS = 3
 """How many times all elements are recorded: at `wrap`, and at the first two steps."""
 
 INSTEAD = (
-    'use the strategy "synchronous" or "allreduce", where your optimizer makes each step itself, on every '
-    "worker, as torch does"
+    'use the strategy "synchronous" or "allreduce", where your optimizer makes each step itself, on every worker, as '
+    'torch does, or, over slow links, "local-sgd"'
 )
 """The remedy for a loop that changes parameters itself."""
 

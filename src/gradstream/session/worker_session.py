@@ -235,7 +235,7 @@ class WorkerSession(Session):
             raise ConfigError(
                 f"session.wrap: got {len(modules)} models and {len(optimizers)} optimizers; expected one of "
                 f"each: {type(self._strategy).__name__} exchanges parameters, of one model and one optimizer. "
-                'Use the strategy "synchronous" or "allreduce" for several'
+                'Use the strategy "synchronous" or "allreduce" for several, or, over slow links, "local-sgd"'
             )
         (module,), (one,) = modules, optimizers
         wrapped, binding, rule = take_over(

@@ -62,7 +62,7 @@ class RowExchange:
     """Sends changed rows alone: rows of gradients up, rows of parameters down.
 
     Args:
-        threshold: θ, significance from which a row is sent, 0 for every changed row; see `worker.replica.row_sum`.
+        threshold: θ, significance from which a row is sent, 0 for every changed row; see `server.rows`.
         relative: True measures θ relative to the size of the parameters, False absolutely.
         block_elems: elements of the rows into which tensors that are not row-sparse are divided.
     """

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from google.protobuf.message import Message
 
 from gradstream.coordinator.client.presence import REDIAL_S
+from gradstream.coordinator.lead import ONCE
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.presence_service import in_beats
 from gradstream.coordinator.progress import receipt_of, ref_of
@@ -80,6 +81,10 @@ class Reporter:
             report: goes out behind the receipts so far.
             soon: send the next beat at once.
         """
+        kind = report.WhichOneof("of")
+        if kind in ONCE:
+            for one in [one for one in self.beat.reports if one.WhichOneof("of") == kind]:
+                self.beat.reports.remove(one)
         self.beat.reports.append(report)
         if soon:
             self._urgent.ring()

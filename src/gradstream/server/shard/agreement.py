@@ -66,7 +66,9 @@ class ShardAgreement(ABC, Generic[Said, Decision]):
         self._leads = config.rank == min(shards)
         self._queues: dict[asyncio.Queue[Message], None] = {}  # of the open streams
         self._said: list[Said] = []  # by this shard, and not decided
-        self._heard: dict[int, dict[int, list[Said]]] = {}  # on the first shard, by number and shard
+        self._heard: dict[
+            int, dict[int, dict[int, Said]]
+        ] = {}  # on the first shard: by number, shard, and `subject`
         self._newest: Decision | None = None
         self._decided = -1  # number of the newest decision
         if self._leads:
@@ -82,8 +84,12 @@ class ShardAgreement(ABC, Generic[Said, Decision]):
     def wrong(self, said: Said) -> str:
         """What is wrong with a message of another shard; "" if nothing is."""
 
+    def subject(self, said: Said) -> int:
+        """What of a number is said, where a shard says several things of it: the newest of each counts."""
+        return 0
+
     @abstractmethod
-    def decision(self, number: int, heard: Mapping[int, Sequence[Said]]) -> Decision | None:
+    def decision(self, number: int, heard: Mapping[int, Mapping[int, Said]]) -> Decision | None:
         """On the first shard: decides, from what all shards have said of a number; None if it needs more."""
 
     @abstractmethod
@@ -106,8 +112,7 @@ class ShardAgreement(ABC, Generic[Said, Decision]):
         if number <= self._decided:
             return
         heard = self._heard.setdefault(number, {})
-        if said not in heard.setdefault(shard, []):  # else it is said again, on a new stream
-            heard[shard].append(said)
+        heard.setdefault(shard, {})[self.subject(said)] = said  # it may be said again, on a new stream
         decision = self.decision(number, heard) if len(heard) == len(self._shards) else None
         if decision is not None:
             self._send_all(decision)
@@ -282,10 +287,14 @@ class Quorum(ShardAgreement[v1.Whole, v1.Decision]):
             return f"{len(said.distances)} distances between gradients; expected {expected_distances}"
         return ""
 
-    def decision(self, number: int, heard: Mapping[int, Sequence[v1.Whole]]) -> v1.Decision | None:
+    def subject(self, said: v1.Whole) -> int:
+        """See `ShardAgreement`: a vote is of one worker."""
+        return said.rank if self._measure is None else 0
+
+    def decision(self, number: int, heard: Mapping[int, Mapping[int, v1.Whole]]) -> v1.Decision | None:
         """See `ShardAgreement`."""
         if self._measure is None:
-            ranks = set.intersection(*({one.rank for one in said} for said in heard.values()))
+            ranks = set.intersection(*(set(said) for said in heard.values()))
             return v1.Decision(round=number, ranks=sorted(ranks)) if len(ranks) == self._needed else None
         tables = [heard[shard][0].distances for shard in sorted(heard)]
         sums = [math.fsum(column) for column in zip(*tables, strict=True)]
@@ -380,9 +389,9 @@ class TensorSums(ShardAgreement[v1.TensorSums, v1.TensorSums]):
         got = f"{len(said.sums)} sums of {len(said.tensors)} tensors"
         return f"{got}; expected two of each, of {self._num_tensors} at most"
 
-    def decision(self, number: int, heard: Mapping[int, Sequence[v1.TensorSums]]) -> v1.TensorSums:
+    def decision(self, number: int, heard: Mapping[int, Mapping[int, v1.TensorSums]]) -> v1.TensorSums:
         """See `ShardAgreement`."""
-        total = add_up(piece for (said, *_) in heard.values() for piece in _pieces(said))
+        total = add_up(piece for said in heard.values() for piece in _pieces(said[0]))
         return _message(number + 1, total.items())
 
     def decided(self, decision: v1.TensorSums) -> None:
