@@ -94,6 +94,21 @@ def test_a_copy_is_imported_whatever_becomes_of_the_files(folder: Path) -> None:
         run_kept(folder)
 
 
+def test_a_module_of_another_folder_that_a_script_puts_first_is_that_of_the_script(folder: Path) -> None:
+    (folder / "named.py").write_text("X = 1\n")
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "named.py").write_text("X = 2\n")
+    sys.path.insert(0, str(folder))
+    keep(users_code(str(folder / "train.py")), folder)
+    run_kept(folder)
+    sys.path.insert(0, str(folder / "elsewhere"))
+    assert importlib.import_module("named").X == 2
+    del sys.modules["named"]
+    sys.path.remove(str(folder / "elsewhere"))
+    (folder / "named.py").write_text("X = 3\n")
+    assert importlib.import_module("named").X == 1
+
+
 def test_a_stale_compiled_file_is_not_taken_for_the_copy(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,11 +206,20 @@ class _Kept(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
-        del path, target
+        """See `MetaPathFinder`: the copy of the file that Python would import, by the path that it has now."""
+        del target
         file = self._code.get(fullname)
         if file is None:
             return None
+        found = PathFinder.find_spec(fullname, path)
+        if (
+            found is not None
+            and found.origin is not None
+            and Path(found.origin).resolve() != file.path.resolve()
+        ):
+            file = self.scripts.get(Path(found.origin).resolve())
+            if file is None:  # one that nothing named when the run began
+                return None
         folder = [str(file.path.parent)] if file.path.name == "__init__.py" else None
         return importlib.util.spec_from_file_location(
             fullname, file.path, loader=_CopyLoader(fullname, file), submodule_search_locations=folder
