@@ -14,13 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import shlex
-import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +23,10 @@ from gradstream.job.files import load_job
 from gradstream.run.result import Run
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
-from common import ROOT, command_line, keep, origin
-from kit.machines import Machine, Machines, unavailable
+from common import ROOT, command_line, keep, origin, run_on
+from kit.machines import Machines, unavailable
 
 JOB = ROOT / "examples" / "caltech101.py"
-LIMIT_S = 1500.0
 
 
 def main() -> None:
@@ -91,67 +85,6 @@ def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[s
         "peak_own_bytes": run.summary["peak_own_bytes"],
         "peak_machine_bytes": {machine.name: machine.peak_memory_bytes() for machine in machines.machines},
     }
-
-
-ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
-)
-"""The machines share the cores of this one; by itself each would take all of them."""
-
-
-def run_on(machines: Machines, folder: Path, job: str, *options: str) -> Run:
-    """A run on all of some machines, from the launcher's first word to the last."""
-    first = machines[0]
-    listen = ("--listen", first.address, "--wait", str(len(machines.machines)))
-    launcher = start(first, folder, "train", job, *listen, "--run-dir", str(folder / "run"), *options)
-    words = shlex.split(invitation(launcher))
-    others = []
-    for machine in machines.machines[1:]:
-        own = ["--name", machine.name, "--run-dir", str(folder / machine.name)]
-        # The line is made to be typed beside the job file; here the file has a path.
-        others.append(start(machine, folder, *words[:2], job, *words[3:], *own))
-    for process in (*others, launcher):
-        process.wait(LIMIT_S)
-    statuses = [process.returncode for process in (launcher, *others)]
-    if any(statuses):
-        raise SystemExit(f"exit statuses {statuses}")
-    return Run.load(folder / "run")
-
-
-def start(machine: Machine, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A command line of gradstream on a machine; what it says on stderr is shown with its name."""
-    process = machine.start(
-        [sys.executable, "-m", "gradstream", *arguments],
-        cwd=folder,
-        env={
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-            **ONE_THREAD,
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    if arguments[0] == "join":
-        show(machine.name, process)
-    return process
-
-
-def invitation(launcher: subprocess.Popen[str]) -> str:
-    """What the launcher prints to join it by; whatever it says afterwards is shown."""
-    assert launcher.stderr is not None
-    for line in launcher.stderr:
-        if found := re.search(r"gradstream (join .*)", line):
-            show("launcher", launcher)
-            return found[1]
-    raise SystemExit("the launcher has printed no line to join it by")
-
-
-def show(name: str, process: subprocess.Popen[str]) -> None:
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            print(f"{name}: {line.rstrip()}", file=sys.stderr, flush=True)
-
-    threading.Thread(target=read, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from common import axes_of, save
 
 STYLES = ("-", "--", ":", "-.")
-
-
-def axes_of(count: int, width: float = 11.0) -> Any:
-    """A figure and so many axes beside each other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "gradstream", "font.size": 9})
-    from matplotlib import pyplot
-
-    return pyplot.subplots(1, count, figsize=(width, 4.2))
-
-
-def save(figure: Any, path: Path) -> None:
-    """Writes a figure; the same record gives the same file."""
-    from matplotlib import pyplot
-
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
 
 
 def curves(
