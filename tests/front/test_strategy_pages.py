@@ -11,10 +11,12 @@ from gradstream.job.registry import STRATEGIES
 
 HEADINGS = [
     "Formula",
-    "What theory promises",
     "Cost",
     "When to choose it",
     "When it fails",
+    "Example",
+    "Options",
+    "Deaths and returns",
     "Measured",
     "Source",
 ]
