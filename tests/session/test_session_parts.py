@@ -232,11 +232,11 @@ def test_arrays_are_updated_in_place_and_checked() -> None:
     binding.init(0, flat)
     binding.set_parameters(flat * 2)
     assert (w == 2).all()
-    binding.give((w, b))
+    binding.set_gradients((w, b))
     with pytest.raises(GradientError, match=r"gradient of 1: got shape \(2,\)"):
-        binding.give((w, np.zeros(2)))
+        binding.set_gradients((w, np.zeros(2)))
     with pytest.raises(GradientError, match="expected one for each parameter"):
-        binding.give(w)
+        binding.set_gradients(w)
     with pytest.raises(ConfigError, match="updated in place"):
         binding.check((w.copy(), b))
     with pytest.raises(ConfigError, match="expected a numpy array"):

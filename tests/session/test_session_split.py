@@ -250,8 +250,8 @@ def backward_in_one(session: gs.Session, model: Any, x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (other_inputs, "other inputs"),
-        (other_targets, "other gradients of its output"),
+        (other_inputs, "different inputs"),
+        (other_targets, "different gradients of its output"),
         (evaluation_in_one, "does (forward|close), and part . (forward|close): .*session.is_main"),
         (backward_in_one, "does (forward|backward), and part . (forward|backward)"),
     ],

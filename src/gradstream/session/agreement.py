@@ -1,16 +1,16 @@
-"""Keeps replicas together whose machines round differently, and finds those that differ for another reason.
+"""Keeps replicas equal on machines that round differently, and finds replicas that differ for another reason.
 
-Every worker makes the same step of the same mean gradient, and yet processors of other kinds, or other numbers of
-threads, round it differently: two replicas drift apart by a rounding a step. That is no fault of the script. So where
-checksums of the parameters differ, the workers exchange the parameters themselves once, in rounds of their own after a
-step, and each takes the mean p̄, which has the same bits on all. Likewise the vectors of the optimizers' state.
+Every worker makes the same step from the same mean gradient, but different processors or thread counts round it
+differently, so replicas drift apart by one rounding per step. The script is not at fault. When checksums of the
+parameters differ, the workers average the parameters p and the vectors of optimizer state in extra rounds after a
+step. Each worker takes the mean p̄, which has the same bits on all.
 
     |p - p̄| ≤ MARGIN · ε · √(steps since the last agreement) · max |p̄|     rounding; max over all parameters
-    otherwise on any worker                                                 the scripts differ: no worker goes on
+    otherwise, on any worker                                                the scripts differ: every worker raises
 
-The gradient is one for all, so what rounding has added is not amplified: it grows with the root of the number of steps.
-From then on the workers agree anew after `EVERY` steps, and at the end: the final parameters have the same bits on all.
-A run on machines that round alike never gets here, and has the bits of a loop without this.
+All workers share one gradient, so rounding errors are not amplified: they grow with the square root of the number of
+steps. After the first agreement, the workers agree again every `EVERY` steps and at the end. A run on machines that
+round alike never agrees, and has the same bits as a loop without this module.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from gradstream.session.gradient_vector import GradientVector, GradientWriter
 # ---- agreement ---------------------------------------------------------------------------
 
 EVERY = 500
-"""Steps between two agreements. One exchanges as much as a step does for the parameters, and each vector of state."""
+"""Steps between two agreements. An agreement sends a full vector for the parameters and for each state vector."""
 
 MARGIN = 64.0
-"""Roundings of one step, with room for rules that round many times."""
+"""Roundings in one step, with a margin for update rules that round many times."""
 
 MARK = 0xA6EE
-"""Marks a round of an agreement: who makes another round at that time does something else."""
+"""Marks a round of an agreement, so that a worker in any other round is detected."""
 
 
 class ReplicaAgreement:
@@ -54,30 +54,30 @@ class ReplicaAgreement:
         self._wrapped = wrapped
         self._vector = vector
         self._bridge = bridge
-        self._suspect = ""  # names parameters whose checksums have differed
+        self._suspect = ""  # names of the parameters whose checksums differed
         self._since = 0  # step of the last agreement
         self._made = 0  # number of agreements
 
     def suspect(self, names: str) -> None:
-        """Notes, on all workers in the same round, that the checksums of these parameters differ."""
+        """Records that the checksums of these parameters differ. Every worker calls it in the same round."""
         self._suspect = names
 
     def after_step(self, step: int) -> None:
-        """Agrees, if checksums have differed and the last agreement is long ago. All workers are at this step.
+        """Agrees if checksums have differed and the last agreement is `EVERY` steps old. All workers are at this step.
 
         Raises:
-            ReplicasDifferError: the replicas differ by more than rounding, or a worker is elsewhere.
+            ReplicasDifferError: the replicas differ by more than rounding, or a worker is at another step.
         """
         if self._suspect and (not self._made or step - self._since >= EVERY):
             self._agree(step)
 
     @property
     def needed(self) -> bool:
-        """Whether replicas have ever differed, on all workers alike."""
+        """Whether replicas have ever differed. The same on every worker."""
         return bool(self._made or self._suspect)
 
     def at_end(self, step: int) -> None:
-        """Agrees a last time. Raises as `after_step`."""
+        """Agrees a last time. Raises the errors of `after_step`."""
         self._agree(step)
 
     def _agree(self, step: int) -> None:
@@ -95,7 +95,7 @@ class ReplicaAgreement:
                     for index, (own, other) in enumerate(zip(parameters, means[0], strict=True))
                     if not _rounded(own, other, room)
                 }
-        # What has no place in the vector was frozen at `wrap`, and has no reason to differ.
+        # Parameters without a place in the vector were frozen at `wrap`, so they have no reason to differ.
         fixed = checksum(self._wrapped.parameters[len(parameters) :])
         last = self._mean([None] * len(parameters), step, len(vectors), far, (fixed >> 16, fixed))
         if broken := self._vector.broken(last):
@@ -103,9 +103,9 @@ class ReplicaAgreement:
             own = parameters[min(broken)].detach().flatten().to(differing.dtype)
             apart = float((own - differing).abs().max())
             raise ReplicasDifferError(
-                f"step {step}: {self._suspect or name} is not the same on all workers, by more than processors round "
-                f"differently: {name!r} is {apart:.3g} from the mean of all here, of numbers up to "
-                f"{float(differing.abs().max()):.3g}. The script makes another step on one worker than on the others: "
+                f"step {step}: {self._suspect or name} is not the same on all workers, and rounding cannot explain it: "
+                f"{name!r} differs by up to {apart:.3g} from the mean over the workers, whose largest element is "
+                f"{float(differing.abs().max()):.3g}. The script makes different steps on different workers: "
                 "look for learning rates, random numbers or branches that depend on session.rank or on this worker's "
                 "own samples"
             )
@@ -117,9 +117,9 @@ class ReplicaAgreement:
         self._suspect, self._since, self._made = "", step, self._made + 1
 
     def _state(self) -> list[Sequence[torch.Tensor | None]]:
-        """The vectors of the optimizers' state that are as long as their parameters, by name, for all parameters."""
+        """Optimizer state vectors with the shape of their parameter: one list over all parameters for each name."""
         by_parameter: list[Mapping[Any, Any]] = [
-            next((one.state[parameter] for one in self._wrapped.optimizers if parameter in one.state), {})
+            next((opt.state[parameter] for opt in self._wrapped.optimizers if parameter in opt.state), {})
             for parameter in self._wrapped.parameters[: len(self._vector.bounds)]
         ]
         vectors: dict[str, list[torch.Tensor | None]] = {}
@@ -141,7 +141,7 @@ class ReplicaAgreement:
         far: set[int],
         fixed: tuple[int, int] = (0, 0),
     ) -> torch.Tensor:
-        """The mean of all workers' vectors, by a round that belongs to no step."""
+        """Averages a vector over all workers, in a round that belongs to no step."""
         checks = [MARK + number, step, *fixed]
         into = self._bridge.open(1, silent=True)
         for tensor, (start, stop) in zip(tensors, self._vector.bounds, strict=True):
@@ -160,14 +160,14 @@ class ReplicaAgreement:
                 else "the number of its steps"
             )
             raise ReplicasDifferError(
-                f"step {step}: {what} is not the same on all workers, or one of them has ended; expected the same "
-                "script on each, and minibatches from session.shard(loader), which gives each equally many"
+                f"step {step}: {what} is not the same on all workers, or a worker has ended; expected the same script "
+                "on each, and minibatches from session.shard(loader), which gives every worker the same number"
             )
         return mean
 
 
 def _rounded(own: torch.Tensor, mean: torch.Tensor, room: float) -> bool:
-    """Whether a parameter differs from the mean of all by no more than rounding can have added."""
+    """Whether rounding alone can explain how far a parameter is from the mean over the workers."""
     flat = own.detach().flatten().to(mean.dtype)
     apart = torch.where(flat == mean, 0.0, (flat - mean).abs())  # infinities may be equal
     return bool((apart <= MARGIN * torch.finfo(own.dtype).eps * room).all())  # False for NaN
@@ -183,10 +183,9 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class Digest:
-    """Computes a checksum of a replica's parameters, to find replicas that have drifted apart.
+    """Computes checksums of a replica's parameters, piece by piece, to find replicas that have drifted apart.
 
-    Each call covers another piece, so a difference is found within as many rounds as there are pieces, and
-    in a small model at once.
+    Each call covers the next piece, so a difference is found after at most as many rounds as there are pieces.
 
     Args:
         parameters: the parameters by name.
@@ -200,7 +199,7 @@ class Digest:
         self._index = 0
 
     def next(self) -> tuple[str, int]:
-        """(names of the parameters that are covered, for messages; their 32-bit checksum)."""
+        """Returns (names of the covered parameters, for messages; their 32-bit checksum)."""
         first, left, digest, names = self._index, self.PIECE_ELEMS, 0, list[str]()
         while left > 0 and (not names or self._begin or self._index != first):
             name, parameter = self._parameters[self._index]
@@ -217,10 +216,10 @@ class Digest:
 
 
 # ---- gradient rounds ---------------------------------------------------------------------
-# Rounds in which the workers of a loop average their gradients, and check that they are still in step.
+# Rounds in which workers average their gradients and check that they are still in step.
 
 LATE_ROUNDS = 64
-"""The most rounds that gradients of parameters without a place may take."""
+"""The most rounds that gradients without a place in the vector may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +241,10 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class LateGradients:
-    """Mean gradients of parameters that have no place in the gradient vector, since they were frozen at `wrap`.
+    """Mean gradients of parameters without a place in the gradient vector: they were frozen at `wrap`.
 
     Args:
-        means: flat mean gradient of each parameter.
+        means: flat mean gradient of each parameter, by index.
         broken: indices for which some worker's gradient has a NaN or an infinity.
         own_broken: indices for which this worker's own gradient has a NaN or an infinity.
     """
@@ -266,7 +265,7 @@ class GradientRounds:
 
     Attributes:
         steps: number of steps that this loop's wrapped optimizers have made; the caller counts them.
-        agreement: makes replicas the same again that rounding has driven apart.
+        agreement: makes replicas equal again that rounding has driven apart.
     """
 
     def __init__(
@@ -288,12 +287,12 @@ class GradientRounds:
     def exchange(
         self, gradient: torch.Tensor, fired: set[int], broken: set[int], present: set[int], scale: float
     ) -> RoundResult | None:
-        """Ends the open round, whose gradients are written, and returns its result.
+        """Submits the filled vector of the open round and waits for the result.
 
         Args:
             gradient: the vector (E,) of the open round.
             fired, broken, present: this worker's flags, as indices of parameters.
-            scale: by which the gradients are multiplied.
+            scale: factor by which this worker has multiplied its gradients.
 
         Returns:
             The result; None if no worker has samples.
@@ -304,34 +303,34 @@ class GradientRounds:
         vector, total = self._vector, len(self._wrapped.parameters)
         name, digest = self._digest.next()
         checks = [self._rounds, self.steps, 0, 0]
-        flags = [[float(index in found) for index in range(total)] for found in (fired, broken, present)]
+        flags = [[float(index in flagged) for index in range(total)] for flagged in (fired, broken, present)]
         vector.finish(gradient, flags, checks, scale, digest)
         mean = self._bridge.exchange(self._loss())
         if not self._bridge.round_samples and vector.differing(mean, [self._rounds - 1]) == []:
             self._rounds += 1
-            return None  # the vector is still the mean of the round before
+            return None  # the vector is still the mean of the previous round
         if vector.differing(mean, checks):
             raise self._out_of_step()
         if vector.checksums_differ(mean):
-            self.agreement.suspect(name)  # by rounding, or for good: the workers agree after the step
+            self.agreement.suspect(name)  # the agreement after the step tells rounding from a real difference
         self._rounds += 1
         return RoundResult(
             vector.unscaled(mean), vector.fired(mean), vector.broken(mean), vector.present(mean)
         )
 
     def end(self) -> None:
-        """Ends the rounds: replicas that rounding had driven apart have the same bits afterwards.
+        """Ends the rounds. If replicas have ever differed, a last agreement gives them the same bits.
 
-        A worker whose loop ends before the others' leaves them; `close` then gives it the final parameters.
+        A worker whose loop ends before the other workers' loops skips this; `close` gives it the final parameters.
         """
         if self.agreement.needed and not self._others_train():
             self.agreement.at_end(self.steps)
 
     def _others_train(self) -> bool:
-        """Whether another worker still makes rounds: one to which this worker brings nothing tells."""
+        """Whether another worker still makes rounds, found by a round to which this worker adds no samples."""
         into, none = self._bridge.open(0, silent=True), [0.0] * len(self._wrapped.parameters)
         self._vector.finish(into.zero_(), [none, none, none], [self._rounds, self.steps, 0, 0])
-        mean = self._bridge.exchange(math.nan)  # that of the round before, where nobody brings anything
+        mean = self._bridge.exchange(math.nan)  # the previous mean if no worker has samples
         return not self._vector.differing(mean, [self._rounds])
 
     def exchange_late(self, indices: Sequence[int], scale: float) -> LateGradients:
@@ -339,7 +338,7 @@ class GradientRounds:
 
         Args:
             indices: indices of the parameters, the same on all workers.
-            scale: by which this worker multiplies its gradients.
+            scale: factor by which this worker multiplies its gradients.
 
         Raises:
             ConfigError: the gradients would need more than `LATE_ROUNDS` rounds.
@@ -351,7 +350,7 @@ class GradientRounds:
         if total > LATE_ROUNDS * room:
             raise ConfigError(
                 f"{names[indices[0]]!r} and {len(indices) - 1} other parameters were frozen at session.wrap and "
-                f"have gradients now: {total:,} elements, too many for the {room:,} that wrap has reserved. "
+                f"have gradients now: {total:,} elements, too many for the {room:,} that wrap reserved. "
                 "Call wrap while these parameters require a gradient, and freeze them afterwards"
             )
         flat = torch.empty(total, dtype=self._vector.layout.dtype)
@@ -379,7 +378,7 @@ class GradientRounds:
         return LateGradients(means, broken, own_broken)
 
     def _out_of_step(self) -> ReplicasDifferError:
-        """The error where the workers are not at the same point of the same training."""
+        """The error for workers that are not at the same point of the same training."""
         return ReplicasDifferError(
             f"backward {self._rounds}, after {self.steps} steps: the workers have made different "
             "numbers of backward passes or steps; expected the same number on every worker. Take "

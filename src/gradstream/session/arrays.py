@@ -1,4 +1,4 @@
-"""Updates of numpy arrays for a loop that computes its own gradients: in one process, and on many workers."""
+"""Updates of numpy arrays for a loop that computes its own gradients, in one process or on many workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ArrayBinding(ParameterBinding):
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
                 raise ConfigError(
                     f"session.exchange: parameter {name!r}: got {type(array).__name__}, expected a numpy array "
-                    "that can be written, since it is updated in place"
+                    "that is writable, since it is updated in place"
                 )
         dtypes = {array.dtype.name for array in self._arrays.values()}
         if len(dtypes) != 1 or not dtypes <= {"float32", "float64"}:
@@ -81,26 +81,26 @@ class ArrayBinding(ParameterBinding):
                     "updated in place, so pass the same arrays each time (w += d instead of w = w + d)"
                 )
 
-    def give(self, gradients: Tree) -> None:
-        """Keeps the gradients for `copy_gradient`.
+    def set_gradients(self, gradients: Tree) -> None:
+        """Sets the gradients that `copy_gradient` reads.
 
         Raises:
             GradientError: a parameter has no gradient, or one of another shape or dtype.
         """
-        given = {name: np.asarray(array) for name, array in _named(gradients)}
-        if given.keys() != self._arrays.keys():
+        named = {name: np.asarray(array) for name, array in _named(gradients)}
+        if named.keys() != self._arrays.keys():
             raise GradientError(
-                f"session.exchange: got gradients of {sorted(given)}; expected one for each parameter, "
+                f"session.exchange: got gradients of {sorted(named)}; expected one for each parameter, "
                 f"{sorted(self._arrays)}: pass zeros where a parameter has no gradient"
             )
         for name, array in self._arrays.items():
-            got = given[name]
+            got = named[name]
             if got.shape != array.shape or got.dtype != array.dtype:
                 raise GradientError(
                     f"session.exchange: gradient of {name}: got shape {got.shape} {got.dtype}, expected "
                     f"{array.shape} {array.dtype}, as the parameter has"
                 )
-        self._gradients = given
+        self._gradients = named
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """See `ParameterBinding.init`."""
@@ -124,7 +124,7 @@ class LocalUpdates:
     """Applies update rules to numpy arrays in this process.
 
     Attributes:
-        state: vectors of the update rule by name, filled at the first step.
+        state: state vectors of the update rule by name, created at the first step.
         steps: number of steps made.
     """
 
@@ -135,7 +135,7 @@ class LocalUpdates:
     def step(self, parameters: Tree, gradients: Tree, rule: Optimizer) -> Tree:
         """Makes one step, in place. Returns the parameters."""
         binding = ArrayBinding(parameters)
-        binding.give(gradients)
+        binding.set_gradients(gradients)
         flat, gradient = (torch.empty(binding.layout.elems, dtype=binding.layout.dtype) for _ in range(2))
         binding.init(0, flat)
         binding.copy_gradient(gradient)
@@ -167,7 +167,7 @@ class ArrayParameters:
         self._rule: Any = rule
 
     def rule_text(self) -> str:
-        """The update rule, as the run receives it. The learning rate comes with each step."""
+        """The update rule as text, for the run. The learning rate comes with each step."""
         return text_of_optimizer(dataclasses.replace(self._rule, lr=1.0))
 
     def check(self, parameters: Tree, rule: Optimizer) -> None:
@@ -195,7 +195,7 @@ class ArrayGradients:
         self.binding = ArrayReplicaBinding(self._arrays.by_name, self._vector, self._updates)
 
     def synchronize(self, bridge: LoopBridge) -> None:
-        """Makes a round without a gradient, and returns when all workers have joined it."""
+        """Waits for all workers, by a round without a gradient."""
         vector = bridge.open(1, silent=True).zero_()
         self._vector.finish(vector, [[0.0], [0.0], [0.0]], [0, 0, 0, 0])
         bridge.exchange(math.nan)
@@ -203,15 +203,15 @@ class ArrayGradients:
     def step(
         self, bridge: LoopBridge, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float
     ) -> Tree:
-        """Makes one step of all workers. Returns the parameters.
+        """Makes one step together with all workers. Returns the parameters.
 
         Raises:
             ConfigError: the arrays are not those of the first step.
-            GradientError: the gradients do not fit, or are not finite on this worker or on another one.
+            GradientError: the gradients do not fit, or are not finite on some worker.
         """
         arrays, elems = self._arrays, self._vector.gradient_elems
         arrays.check(parameters)
-        arrays.give(gradients)
+        arrays.set_gradients(gradients)
         count, scale = whole(samples)
         vector = bridge.open(count)
         arrays.copy_gradient(vector[:elems])
@@ -237,12 +237,12 @@ class ArrayGradients:
 
 
 class ArrayReplicaBinding(GradientBinding):
-    """Presents a loop's numpy arrays to the run, where the loop's own update rule makes the steps.
+    """Presents a loop's numpy arrays to a run in which every worker applies the update rule itself.
 
     Args:
         arrays: the user's arrays by name.
         vector: the vector that a round carries.
-        updates: state of the update rule, and the number of steps.
+        updates: the update rule's state and step count.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ def check_rule(rule: Any, first: Any) -> None:
 
 
 def _without_lr(rule: Any) -> dict[str, Any]:
-    return {one.name: getattr(rule, one.name) for one in dataclasses.fields(rule) if one.name != "lr"}
+    return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule) if field.name != "lr"}
 
 
 def _named(tree: Tree) -> list[tuple[str, Any]]:

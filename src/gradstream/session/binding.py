@@ -1,4 +1,4 @@
-"""Connects the parameters of a user's loop with one flat vector, which is exchanged.
+"""Connects the parameters of a user's loop to the flat vector that is exchanged.
 
 A PyTorch module's parameters become views of the vector, so nothing is copied. numpy arrays cannot become views:
 they are copied into (see `arrays.py`).
@@ -24,22 +24,22 @@ from gradstream.session.watch import ParameterWatch
 
 
 class ParameterBinding(ABC):
-    """Presents the parameters of a user's loop to the run as a `Model`; the loop computes its gradients."""
+    """Presents the parameters of a user's loop to the run as a `Model` whose gradients the loop computes."""
 
     reduction: Reduction = "mean"
     layout: Layout
 
     @abstractmethod
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """Fills the flat vector (E,) with the parameters that the user has made."""
+        """Fills the flat vector (E,) with the user's initial parameters."""
 
     @abstractmethod
     def set_parameters(self, parameters: torch.Tensor) -> None:
-        """Sets the user's parameters to these (E,). The user's thread must be waiting."""
+        """Sets the user's parameters to this vector (E,). The user's thread must be waiting."""
 
     @abstractmethod
     def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """Writes the user's gradient into the flat vector (E,), zero where there is none.
+        """Writes the user's gradient into the flat vector (E,), with zeros for parameters that have none.
 
         Raises:
             GradientError: a gradient has another shape or dtype than its parameter.
@@ -47,7 +47,7 @@ class ParameterBinding(ABC):
 
     @contextmanager
     def showing(self, parameters: torch.Tensor, own: torch.Tensor | None) -> Iterator[None]:
-        """Shows the user these parameters (E,) until the context ends, and then `own` again, if there are any."""
+        """Shows the user these parameters (E,) until the context ends, then `own` again unless it is None."""
         self.set_parameters(parameters)
         try:
             yield
@@ -56,7 +56,7 @@ class ParameterBinding(ABC):
                 self.set_parameters(own)
 
     def check_unchanged(self, where: str) -> None:  # noqa: B027  not all overwrite the user's parameters
-        """Checks that the parameters are still those that were set. Called from the user's thread.
+        """Checks that the script has not changed the parameters since they were set. Called from the user's thread.
 
         Args:
             where: worker and step, for the message.
@@ -66,17 +66,17 @@ class ParameterBinding(ABC):
         """
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Copies of this worker's buffers (running means)."""
+        """Copies of this worker's buffers, such as running means."""
         return {}
 
     def snapshot_buffers(self) -> None:  # noqa: B027  needed only where the loop moves the parameters
-        """Copies the buffers after a step that the user's own optimizer has made, for a checkpoint."""
+        """Copies the buffers for a checkpoint, after a step of the user's own optimizer."""
 
     def release(self) -> None:  # noqa: B027  needed only with `snapshot_buffers`
-        """Drops the copies: the user's loop is over."""
+        """Drops the copies when the user's loop has ended."""
 
     def fixed(self) -> Fixed:
-        """Parameters that this optimizer does not train, and second names of tied weights."""
+        """Parameters that the optimizer does not train, and the other names of tied weights."""
         return Fixed()
 
     def load_fixed(self, frozen: Buffers) -> None:  # noqa: B027  arrays have none
@@ -103,7 +103,7 @@ class ParameterBinding(ABC):
 
 
 class GradientBinding(ParameterBinding):
-    """A binding for loops that exchange only gradients; the loop's own thread writes and reads the vector.
+    """A binding for loops that exchange only gradients: the user's thread reads and writes the vector itself.
 
     Args:
         vector: the vector that a round carries.
@@ -113,27 +113,27 @@ class GradientBinding(ParameterBinding):
         self.layout = vector.layout
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """Fills with zeros: there is no mean gradient yet."""
+        """Fills the vector with zeros: there is no mean gradient yet."""
         del seed
         parameters.zero_()
 
     def set_parameters(self, parameters: torch.Tensor) -> None:
-        """Does nothing: the loop's thread reads the mean gradient."""
+        """Does nothing: the user's thread reads the mean gradient."""
 
     def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """Does nothing: the loop's thread has written the gradient."""
+        """Does nothing: the user's thread has written the gradient."""
 
 
 class ModuleBinding(ParameterBinding):
     """Makes the parameters of a module views of the flat vector.
 
     Args:
-        module: the user's module, which gives the parameters their names.
+        module: the user's module. Parameters have its names.
         parameters: parameters of the optimizer that require a gradient.
 
     Raises:
-        ConfigError: there are none, they have several dtypes or one that is neither float32 nor float64, or
-            one is not in main memory, or shares its memory with another tensor.
+        ConfigError: there are no parameters, their dtypes differ or are neither float32 nor float64, or a
+            parameter is not in main memory or shares memory with another tensor.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -202,18 +202,18 @@ class ModuleBinding(ParameterBinding):
                 set_tensor(name, parameter, frozen)
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Parameters under all of their names, with those that are not trained."""
+        """All parameters, trained or not, under all of their names."""
         views, fixed = dict(self.layout.views(parameters)), self.fixed()
         second = {name: views[first].numpy() for name, first in fixed.second.items()}
         return {**super().tree(parameters), **second, **fixed.frozen}
 
     def _names(self) -> dict[str, str]:
-        """Every name of the trained parameters, with the name that the layout has."""
+        """Maps every name of a trained parameter to its name in the layout."""
         first = {id(p): slot.name for p, slot in zip(self._parameters, self.layout.slots, strict=True)}
         return {name: first[id(p)] for name, p in self._state(True) if id(p) in first}
 
     def _arrays(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Arrays:
-        return {key: array for name, one in tensors for key, array in arrays_of(name, one).items()}
+        return {key: array for name, tensor in tensors for key, array in arrays_of(name, tensor).items()}
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return self._state(False)
@@ -231,12 +231,12 @@ class ModuleBinding(ParameterBinding):
             view.copy_(parameter.data)
 
     def set_parameters(self, parameters: torch.Tensor) -> None:
-        """See `ParameterBinding.set_parameters`: the module's parameters become views of these."""
+        """Makes the module's parameters views of this vector."""
         self._point_at(parameters)
         self.watch.record(parameters)
 
     def _point_at(self, parameters: torch.Tensor) -> None:
-        """Makes the module's parameters views of these (E,)."""
+        """Makes the module's parameters views of this vector (E,)."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             parameter.data = view
 

@@ -1,4 +1,4 @@
-"""Lets two threads take turns: the user's loop, and the worker that exchanges for it.
+"""Lets two threads take turns: the user's loop and the worker that makes its exchanges.
 
     worker's arithmetic thread                    user's thread
     turn(parameters, gradient) ── sets them  ──▶  … forward, backward …
@@ -6,8 +6,8 @@
     … exchange, new parameters …                  waits in step()
     turn(parameters, gradient) ── sets them  ──▶  step() returns
 
-Exactly one of the two runs at any time. So parameters change only inside `step`, and the user's thread
-sees parameters that no other thread writes.
+Only one of the two runs at any time, so parameters change only inside `step`, and no other thread writes them while
+the user's thread reads.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from gradstream.telemetry.events import LogEvent
 from gradstream.worker.loop import LoopContext, Round, Turn
 
 # ---- progress ----------------------------------------------------------------------------
-# Counts of a training loop: steps and samples, now and before its run was resumed.
+# Steps and samples of a training loop, in this run and before it was resumed.
 
 
 class LoopCounts:
-    """Counts what a loop has handed to its worker since it began or was resumed.
+    """Counts what a loop has submitted to its worker since it began or was resumed.
 
     Args:
-        counts_steps: the loop says itself when it has made a step. A step may take several hand-overs, one for each
-            backward; or a hand-over is of several steps, which it follows. Otherwise each hand-over is a step.
+        counts_steps: the loop reports its own steps: a step may contain several submissions (one for each backward),
+            or a submission may cover several steps. Otherwise each submission is one step.
 
     Attributes:
-        batches: gradients that were handed over.
-        samples: samples behind them.
-        iterations: iterations of a loop that calls `Session.skip`; 0 for other loops.
+        batches: number of submitted gradients.
+        samples: number of samples in them.
+        iterations: iterations of the loop, if it calls `Session.skip`; else 0.
     """
 
     def __init__(self, *, counts_steps: bool) -> None:
         self.batches = self.samples = self.iterations = 0
         self._counts_steps = counts_steps
         self._steps = 0
-        self._steps_whole = 0  # of which all is handed over
-        self._pending_samples = 0  # handed over, of a step that is not made yet
+        self._steps_whole = 0  # steps that are fully submitted
+        self._pending_samples = 0  # submitted for a step that is not made yet
 
     def hand_over(self, samples: int, *, silent: bool = False, whole: bool = False) -> None:
-        """Counts a hand-over; a silent one belongs to no step of the loop, and a whole one is of all steps so far."""
+        """Counts a submission. A `silent` one belongs to no step; a `whole` one covers all steps so far."""
         self.batches += 1
         if not silent:
             self.samples += samples
@@ -65,14 +65,14 @@ class LoopCounts:
             self._steps_whole, self._pending_samples = self._steps, 0
 
     def step(self, *, handed: bool = True) -> None:
-        """Counts a step that was made of all that was handed over; or, if not `handed`, that will be handed over."""
+        """Counts a step: one made from all that was submitted or, if not `handed`, one still to be submitted."""
         self._steps = self.iterations or self._steps + 1
         if handed:
             self._steps_whole, self._pending_samples = self._steps, 0
 
     @property
     def steps(self) -> int:
-        """Steps of the loop. Where it calls `Session.skip`: iterations up to its last step."""
+        """Steps of the loop or, if it calls `Session.skip`, iterations up to its last step."""
         return self._steps if self._counts_steps else self.batches
 
     @property
@@ -82,14 +82,14 @@ class LoopCounts:
 
 
 class ResumePoint:
-    """Where a resumed loop goes on, and how far the script has skipped what it did before.
+    """Where a resumed loop continues, and how many of the earlier iterations the script has skipped.
 
     Args:
-        steps: steps that this worker made before the run was resumed; None if the run begins.
+        steps: steps that this worker made before the run was resumed; None in a new run.
 
     Attributes:
         skipped: iterations that the script has skipped.
-        asked: whether the script has asked where the run goes on.
+        asked: whether the script has asked where the run continues.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -99,7 +99,7 @@ class ResumePoint:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """Whether the run was resumed from a checkpoint."""
         return self._steps is not None
 
     @property
@@ -116,20 +116,20 @@ class ResumePoint:
         return True
 
     def next_step(self, batches: int) -> int | None:
-        """The number of the next step since the run was resumed: below 0 while the script skips.
+        """The number of the next step since the run was resumed, negative while the script skips.
 
         Args:
-            batches: gradients that were handed over since.
+            batches: gradients submitted since then.
 
         Returns:
-            None while it cannot be known whether the script skips.
+            None while it is unknown whether the script skips.
         """
         if self.steps and not batches and not self.skipped:
             return None
         return batches + (self.skipped - self.steps if self.skipped else 0)
 
     def check_asked(self) -> None:
-        """Raises ConfigError if a resumed script makes steps without having asked where to go on."""
+        """Raises ConfigError if a resumed script makes steps without asking where to continue."""
         if self.steps and not self.asked:
             raise ConfigError(
                 f"this run was resumed at step {self.steps}, but the script begins its loop at the first step: "
@@ -148,16 +148,17 @@ class LoopBridge:
 
     Args:
         binding: the user's parameters.
-        log: figures that the user's loop logs; None if it logs none.
+        log: the figures that the user's loop logs, or None.
         gradients_only: whether only gradients are exchanged. Then a turn is a backward, and the loop calls `stepped`
             after each step.
-        counts_steps: the loop calls `stepped` for each step; else each turn is one. Always, if `gradients_only`.
+        counts_steps: the loop calls `stepped` for each step; otherwise each turn is a step. Implied by
+            `gradients_only`.
         on_step: called after each step of the loop.
 
     Attributes:
         ended: whether the user's loop has ended well.
         visible: the parameters (E,) that the user sees; None before the first turn.
-        counts: numbers of gradients, samples and steps that the loop has handed over.
+        counts: numbers of gradients, samples and steps that the loop has submitted.
     """
 
     def __init__(
@@ -180,23 +181,25 @@ class LoopBridge:
         self._whose: Literal["worker", "user"] = "worker"
         self._context: LoopContext | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._turn = Turn(0, 0.0, math.nan)  # the user's present one, or the last
-        self._round: Round | None = None  # what the worker has given for it
-        self._worker_end: BaseException | bool = False  # the error that the worker has ended with; True: none
-        self._user_failure: UserCodeError | None = None  # the error that the user's loop has ended with
+        self._turn = Turn(0, 0.0, math.nan)  # the user's current turn, or the last one
+        self._round: Round | None = None  # the worker's round for that turn
+        self._worker_end: BaseException | bool = (
+            False  # the error that ended the worker; True: it ended without one
+        )
+        self._user_failure: UserCodeError | None = None  # the error that ended the user's loop
 
     @property
     def batches(self) -> int:
-        """Gradients that the loop has handed over."""
+        """Number of gradients that the loop has submitted."""
         return self.counts.batches
 
     @property
     def samples(self) -> int:
-        """Samples behind them."""
+        """Number of samples in these gradients."""
         return self.counts.samples
 
     def fetch(self) -> torch.Tensor:
-        """Fetches the servers' present parameters (E,). Call it from the user's thread, between steps.
+        """Fetches the servers' current parameters (E,). Call it from the user's thread, between steps.
 
         Raises:
             PeerLostError, DeadlineError: a server does not answer.
@@ -208,7 +211,7 @@ class LoopBridge:
         """Reports that the loop begins an epoch: see `Reassignment.begun`. Called from the user's thread."""
         assert self._context is not None and self._event_loop is not None
         say = partial(self._context.endings.begun, epoch, step, unclear=unclear)
-        with suppress(RuntimeError):  # the run is over, and the coordinator with it
+        with suppress(RuntimeError):  # the run and its coordinator have ended
             self._event_loop.call_soon_threadsafe(say)
 
     def take_over(
@@ -220,7 +223,7 @@ class LoopBridge:
 
         Raises:
             PeerLostError, DeadlineError: the coordinator does not answer.
-            GradstreamError: the worker has ended with this error.
+            GradstreamError: the error that ended the worker.
         """
         assert self._context is not None
         return self._ask(self._context.endings.take_over(epoch, begin, step, parts, per_step, oldest))
@@ -229,13 +232,13 @@ class LoopBridge:
         """Runs `work` in the event loop of the worker's node. Call it from the user's thread, between rounds.
 
         Raises:
-            GradstreamError: the worker has ended with this error.
+            GradstreamError: the error that ended the worker.
         """
         assert self._context is not None
         return self._ask(work(self._context))
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` in the worker's event loop. Raises the worker's error where it ends before."""
+        """Runs `work` in the worker's event loop. Raises the worker's error if the worker ends first."""
         assert self._event_loop is not None
 
         def notify(_: object) -> None:
@@ -256,7 +259,7 @@ class LoopBridge:
         """See `Loop.begin`."""
         self._context, self._event_loop = context, asyncio.get_running_loop()
 
-    def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
+    def turn(self, parameters: torch.Tensor, current: Round) -> Turn:
         """Lets the user's loop take a step, and waits for it: see `Loop.turn`.
 
         Raises:
@@ -265,15 +268,15 @@ class LoopBridge:
         with self._condition:
             if not self.ended and self._user_failure is None:
                 self._set_parameters(parameters)
-                self._round = given
+                self._round = current
                 self._pass_to("user")
                 self._condition.wait_for(lambda: self._whose == "worker")
             if self._user_failure is not None:
                 raise self._user_failure
             if self.ended:
-                given.gradient.zero_()
+                current.gradient.zero_()
                 return Turn(0, self._turn.lr, math.nan)
-            self._binding.copy_gradient(given.gradient)
+            self._binding.copy_gradient(current.gradient)
             return self._turn
 
     def logged(self) -> Iterable[LogEvent]:
@@ -286,7 +289,7 @@ class LoopBridge:
         self._binding.load_buffers(buffers)
 
     def over(self, error: BaseException | None) -> None:
-        """Notes that the worker has ended, and takes no more turns; None if it has ended well."""
+        """Notes that the worker has ended, with this error or with None, and takes no more turns."""
         with self._condition:
             self._worker_end = error or True
             self._condition.notify_all()
@@ -298,27 +301,27 @@ class LoopBridge:
     # ---- called by the user's thread ----------------------------------------------------
 
     def first(self) -> None:
-        """Waits for the first turn: then all workers are there, with the same parameters.
+        """Waits for the first turn: by then all workers have joined, with the same parameters.
 
         Raises:
-            GradstreamError: the worker has ended with this error.
+            GradstreamError: the error that ended the worker.
         """
         with self._condition:
             self._wait()
 
     def step(self, samples: int, lr: float, loss: float) -> None:
-        """Gives the loop's gradient to the worker, and returns when the worker has set the next parameters.
+        """Submits the loop's gradient, and returns once the worker has set the next parameters.
 
         The worker reads the gradient with `ParameterBinding.copy_gradient`.
 
         Args:
-            samples: number of samples behind the gradient.
+            samples: number of samples in the gradient.
             lr: learning rate of this step.
-            loss: mean loss over the samples, NaN where it is unknown.
+            loss: mean loss over the samples, NaN if unknown.
 
         Raises:
-            ClosedError: the session was closed before.
-            GradstreamError: the error with which the worker has ended. The gradient may or may not be applied.
+            ClosedError: the session is closed.
+            GradstreamError: the error that ended the worker. The gradient may or may not have been applied.
         """
         with self._condition:
             self._check_open()
@@ -328,7 +331,7 @@ class LoopBridge:
             self._wait()
 
     def check_open(self) -> None:
-        """Raises what `step` would raise: a loop that makes steps of its own in between is to hear of the end at once.
+        """Raises what `step` would raise, so that a loop with local steps learns of the end between two exchanges.
 
         Raises:
             ClosedError, GradstreamError: see `step`.
@@ -342,10 +345,10 @@ class LoopBridge:
         self._raise_worker_end()
 
     def open(self, samples: int, *, silent: bool = False) -> torch.Tensor:
-        """Begins a round, once the one before is over. Returns the vector (E,), to be written from the front.
+        """Begins a round once the previous one is over. Returns the vector (E,), to be filled from the front.
 
         Args:
-            samples: samples behind the gradient; 0 changes nothing.
+            samples: number of samples in the gradient, its weight in the mean; 0 gives it none.
             silent: the round belongs to no step of the loop.
 
         Raises:
@@ -362,16 +365,16 @@ class LoopBridge:
 
     @property
     def round_samples(self) -> int:
-        """Number of samples of the open round, or else of the last one."""
+        """Number of samples in the open round or, if none is open, in the last one."""
         return self._turn.samples
 
     def report(self, elems: int) -> None:
-        """Says that `elems` elements from the front are final, and may be sent."""
+        """Reports that the first `elems` elements are final and may be sent."""
         assert self._round is not None
         self._round.report(elems)
 
     def exchange(self, loss: float) -> torch.Tensor:
-        """Ends the round, whose vector is complete. Returns the mean (E,) of all workers', until `open`.
+        """Submits the filled vector and waits for the mean (E,), which stays valid until the next `open`.
 
         Raises:
             ClosedError, GradstreamError: see `step`.
@@ -395,14 +398,14 @@ class LoopBridge:
         return self.counts.behind
 
     def end(self, failure: UserCodeError | None = None) -> None:
-        """Notes that the loop has ended, well or with an error of the user's. Does not wait."""
+        """Notes that the loop has ended, normally or with an error of the user's. Does not wait."""
         with self._condition:
             self.ended, self._user_failure = failure is None, failure
             self._pass_to("worker")
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the worker has ended with; None if it has ended well, or not yet."""
+        """The error that ended the worker; None if it ended without one or still runs."""
         return self._worker_end if isinstance(self._worker_end, BaseException) else None
 
     def _pass_to(self, whose: Literal["worker", "user"]) -> None:

@@ -1,4 +1,4 @@
-"""Which gradients are averaged over all workers, and which are still this worker's own."""
+"""Tracks which gradients are averaged over all workers and which are still this worker's own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gradstream.session.samples import PassSamples
 
 
 class WrappedParameters:
-    """The parameters that a script has wrapped, and the optimizers that step them.
+    """The parameters that a script has wrapped, and their optimizers.
 
     Args:
-        names: names of all parameters, those with a place in the gradient vector first, in its order.
+        names: names of all parameters: first those with a place in the gradient vector, in its order.
         parameters: the parameters, in the same order.
         optimizers: the wrapped optimizers.
     """
@@ -44,21 +44,21 @@ class WrappedParameters:
         Raises:
             ConfigError: the script has added a parameter to the optimizer after `wrap`, and it has a gradient.
         """
-        found = []
+        indices = []
         for parameter in _parameters_of(optimizer):
             index = self._indices.get(id(parameter))
             if index is not None:
-                found.append(index)
+                indices.append(index)
             elif parameter.grad is not None:
                 raise ConfigError(
                     f"step {step}: {type(optimizer).__name__} got a parameter of shape "
                     f"{tuple(parameter.shape)} after session.wrap, so its gradient is not averaged over the "
                     "workers: make it before wrap, and wrap its module or optimizer too"
                 )
-        return found
+        return indices
 
     def check_unwrapped(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Refuses a step of an optimizer that was not wrapped, with gradients of this worker alone.
+        """Refuses the step of an unwrapped optimizer whose gradients are not averaged.
 
         Raises:
             ConfigError: the optimizer has such a gradient.
@@ -81,10 +81,10 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 class GradientStates:
-    """Tells for each parameter, by its index, whether its gradient is averaged over all workers.
+    """Tracks for each parameter, by index, whether its gradient is averaged over all workers.
 
-    An averaged gradient remains one whatever a loop does to it (clipping, scaling), until an optimizer has
-    made a step of it. A loop that writes into it after that begins the next gradient.
+    An averaged gradient still counts as averaged after the loop clips or scales it, until an optimizer step has
+    used it. A write after that step begins the next gradient.
 
     Args:
         parameters: the wrapped parameters.
@@ -101,8 +101,8 @@ class GradientStates:
         self.not_finite: set[int] = set()
         self.own_not_finite: set[int] = set()
         self._averaged: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that rounds have written
-        self._fresh: set[int] = set()  # of these, the ones that no step has used yet
-        self._versions: dict[int, int] = {}  # of the others: after the last step, or backward in no_sync
+        self._fresh: set[int] = set()  # the averaged gradients that no step has used yet
+        self._versions: dict[int, int] = {}  # of other gradients, after the last step or backward in no_sync
         self._accumulated: dict[int, weakref.ref[torch.Tensor]] = {}  # by the last backward in no_sync
 
     def present(self) -> set[int]:
@@ -110,17 +110,17 @@ class GradientStates:
         return {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
 
     def accumulated(self, index: int) -> None:
-        """Notes that a backward inside no_sync has added to this worker's own gradient."""
+        """Notes that a backward in `no_sync` has added to this worker's own gradient."""
         gradient = self._parameters[index].grad
         assert gradient is not None
         self._versions[index], self._accumulated[index] = gradient._version, weakref.ref(gradient)
 
     def set_averaged(self, index: int, *, again: bool = False) -> None:
-        """Notes that a round has written the parameter's present gradient.
+        """Notes that a round has written the parameter's gradient.
 
         Args:
-            again: no backward computed it since the last round. If a step has used the gradient that was
-                there before, that step counts for this one too.
+            again: no backward has computed it since the last round. If a step has used the previous gradient, that
+                step counts for this one too.
         """
         gradient = self._parameters[index].grad
         assert gradient is not None
@@ -131,7 +131,7 @@ class GradientStates:
             self._fresh.add(index)
 
     def stepped(self, index: int) -> None:
-        """Notes that a step has used the gradient. Some optimizers also write into it."""
+        """Notes that a step has used the gradient, and perhaps written into it."""
         self._fresh.discard(index)
         self._versions[index] = self._version(index)
 
@@ -162,40 +162,40 @@ class GradientStates:
 
 
 class ComputedGradients:
-    """What the last `torch.autograd.grad` has computed for each parameter, to find out whether a loop changes it.
+    """The last gradient that `torch.autograd.grad` computed for each parameter, to detect changes by the loop.
 
-    Where the loop makes it `p.grad`, it is averaged when the optimizer makes its step.
+    If the loop assigns it to `p.grad`, the optimizer's step averages it.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[StorageWeakRef, int]] = {}  # memory, and version when it was computed
+        self._computed: dict[int, tuple[StorageWeakRef, int]] = {}  # memory, and version when computed
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
-        """Notes what autograd has computed, for `torch.autograd.grad` or within backward."""
+        """Notes a gradient that autograd has computed, in `torch.autograd.grad` or in backward."""
         if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
             memory = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
-            self._found[index] = memory, gradient._version
+            self._computed[index] = memory, gradient._version
 
     def drop(self, index: int) -> None:
-        """Notes that it was computed within backward, which has added it to `p.grad`; or is averaged by now."""
-        self._found.pop(index, None)
+        """Forgets a gradient that backward has added to `p.grad`, or that is averaged by now."""
+        self._computed.pop(index, None)
 
     def has(self, index: int, gradient: torch.Tensor) -> bool:
-        """Whether this gradient is what was computed: the same memory, detached or not."""
-        if index not in self._found or gradient.layout is not torch.strided:
+        """Whether this gradient is the one that was computed: it has the same memory, detached or not."""
+        if index not in self._computed or gradient.layout is not torch.strided:
             return False
-        return bool(self._found[index][0].cdata == gradient.untyped_storage()._cdata)
+        return bool(self._computed[index][0].cdata == gradient.untyped_storage()._cdata)
 
     def changed(self, index: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient that it `has` was written into since."""
-        return gradient._version != self._found[index][1]
+        """Whether such a gradient was written to after it was computed."""
+        return gradient._version != self._computed[index][1]
 
 
 class LocalPasses:
-    """The backward passes inside `no_sync` whose gradients are still there: these count when they are averaged.
+    """The backward passes in `no_sync` whose gradients still exist: their samples count in the next average.
 
-    A loop may throw gradients away: by `zero_grad`, or by `p.grad = None`. A pass of which no parameter holds a
-    part any more is behind nothing that will be averaged.
+    A loop may discard gradients by `zero_grad` or `p.grad = None`. A pass is dropped once no parameter's gradient
+    contains any of it.
 
     Args:
         parameters: the wrapped parameters.
@@ -205,7 +205,7 @@ class LocalPasses:
         self._parameters = parameters
         self._passes: list[
             tuple[PassSamples, set[int]]
-        ] = []  # each with the parameters that hold a part of it
+        ] = []  # each pass with the parameters whose gradients contain it
         self._marks: dict[
             int, tuple[weakref.ref[torch.Tensor], int]
         ] = {}  # gradient and version after the last pass
@@ -213,7 +213,7 @@ class LocalPasses:
 
     def begin(self, samples: PassSamples) -> None:
         """Notes a new pass."""
-        self._passes = [one for one in self._passes if one[1]] + [(samples, set())]
+        self._passes = [pass_ for pass_ in self._passes if pass_[1]] + [(samples, set())]
 
     def added(self, index: int) -> None:
         """Notes that the pass has added to the gradient of a parameter."""
@@ -221,21 +221,21 @@ class LocalPasses:
         self._mark(index)
         if index not in self._watched:
             self._watched.add(index)
-            before = partial(self._check, index)  # called before backward adds to what is there
+            before = partial(self._check, index)  # called before backward adds to the gradient
             self._parameters[index].register_hook(before)  # type: ignore[no-untyped-call]
 
     def averaging(self, index: int) -> None:
-        """Notes that a pass outside `no_sync`, which averages, has added to the gradient of a parameter."""
+        """Notes that an averaging pass, outside `no_sync`, has added to the gradient of a parameter."""
         if index in self._marks:
             self._mark(index)
 
     def take(self) -> list[PassSamples]:
-        """The passes that are in the gradients. They are averaged now, so forgets them."""
+        """Returns and forgets the passes in the gradients, which are averaged now."""
         for index in [*self._marks]:
             self._check(index)
-        found = [samples for samples, holders in self._passes if holders]
+        passes = [samples for samples, holders in self._passes if holders]
         self._passes, self._marks = [], {}
-        return found
+        return passes
 
     def _mark(self, index: int) -> None:
         gradient = self._parameters[index].grad
@@ -249,7 +249,7 @@ class LocalPasses:
                 holders.discard(index)
 
     def _is_lost(self, index: int) -> bool:
-        """Whether the gradient was removed, or set to zero. One that was only changed still holds its passes."""
+        """Whether the gradient was removed or zeroed. A gradient that was only changed still contains its passes."""
         gradient, (marked, version) = self._parameters[index].grad, self._marks[index]
         if gradient is None:
             return True

@@ -1,9 +1,9 @@
-"""The flat vector that one round carries where only gradients are exchanged.
+"""The flat vector of one round, for strategies that exchange only gradients.
 
     [ gradients of the parameters that required one at `wrap` | fired | broken | present | check | scale | bits ]
 
-A round computes the weighted mean of all workers' vectors, and every worker receives it. A worker's weight is
-the number of samples behind its gradient, so a worker without samples changes nothing.
+A round gives every worker the weighted mean of all workers' vectors. A worker's weight is the number of samples in
+its gradient, so a worker without samples changes nothing.
 
     fired     one number for each parameter: 1 where this worker's backward has computed a gradient
     broken    1 where that gradient has a NaN or an infinity
@@ -36,13 +36,13 @@ from gradstream.model.devices import Copied, Streams, streams_of
 NUM_CHECKS = 4
 NUM_BITS = 32
 LEAST_SHARE = 1e-5
-"""A worker with a smaller share of a round's samples than this is not told from rounding."""
+"""A worker with a smaller share of a round's samples cannot be distinguished from rounding."""
 
 CHECK_LIMIT = 1 << 16
-"""Checked numbers are taken modulo this: their weighted mean then errs by less than 1 in float32."""
+"""Checked numbers are taken modulo this, so that their weighted mean errs by less than 1 in float32."""
 
 REPORT_ELEMS = 1 << 16
-"""The writer reports progress in steps of at least so many elements; small layers would report all the time."""
+"""The writer reports progress after at least this many elements, since small layers would report constantly."""
 
 
 class GradientVector:
@@ -50,7 +50,7 @@ class GradientVector:
 
     Args:
         shapes: shape of each gradient that has a place, by parameter name, in the order of the vector.
-        num_parameters: number of all parameters, those without a place included.
+        num_parameters: number of all parameters, with or without a place.
         dtype: dtype of the vector.
 
     Attributes:
@@ -92,7 +92,7 @@ class GradientVector:
         vector[self._bits] = torch.tensor(bits, dtype=vector.dtype)
 
     def unscaled(self, mean: torch.Tensor) -> torch.Tensor:
-        """The mean by weights, of one by samples."""
+        """Converts a mean by samples into the mean by weights."""
         is_scaled, scale = mean[self._scale].tolist()
         return mean / scale if is_scaled else mean
 
@@ -109,7 +109,7 @@ class GradientVector:
         return set(mean[self._present].nonzero().flatten().tolist())
 
     def checksums_differ(self, mean: torch.Tensor) -> bool:
-        """Whether the workers that have samples have given different checksums. The same on every worker."""
+        """Whether the checksums of workers with samples differ. The same on every worker."""
         return any(LEAST_SHARE < bit < 1 - LEAST_SHARE for bit in mean[self._bits].tolist())
 
     def differing(self, mean: torch.Tensor, checks: Sequence[int]) -> list[int]:
@@ -119,10 +119,10 @@ class GradientVector:
 
 
 def vector_of(parameters: Mapping[str, nn.Parameter]) -> tuple[list[str], GradientVector]:
-    """The names of all parameters, those with a place in the vector first; and the vector.
+    """Returns (names of all parameters, those with a place first; the vector).
 
-    Parameters that require a gradient now get a place: the last one first, since backward finishes
-    gradients in about that order.
+    Parameters that require a gradient now get a place, the last one first, since backward finishes gradients in
+    about that order.
 
     Raises:
         ConfigError: no parameter requires a gradient, or one that does is not floating-point.
@@ -141,20 +141,20 @@ def vector_of(parameters: Mapping[str, nn.Parameter]) -> tuple[list[str], Gradie
 
 
 class GradientWriter:
-    """Writes gradients into a vector in any order, and reports how many elements from its front are final.
+    """Writes gradients into a vector in any order, and reports how many leading elements are final.
 
-    The worker sends elements as soon as they are final. The device copies a gradient that lies on it, beside
-    the backward; that gradient is final when its copy has ended.
+    The worker sends elements as soon as they are final. Gradients on an accelerator are copied asynchronously during
+    backward, and are final once copied.
 
     Args:
         names: names of the parameters that have a place, in the order of the vector.
         bounds: [start, stop) of each.
-        report: called with the number of elements from the front that are final.
+        report: called with the number of leading elements that are final.
         streams_of: returns the copy streams of a device.
 
     Attributes:
-        broken: indices of the gradients with a NaN or an infinity: zeros are written in their place.
-        scale: by which gradients are multiplied.
+        broken: indices of the gradients with a NaN or an infinity; zeros are written instead.
+        scale: factor by which gradients are multiplied.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class GradientWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether a vector was begun and is not finished."""
+        """Whether a vector is begun and not finished."""
         return self._vector is not None
 
     def begin(self, vector: torch.Tensor, scale: float = 1.0) -> None:
@@ -199,7 +199,7 @@ class GradientWriter:
 
         Raises:
             GradientError: the gradient is sparse.
-            UserCodeError: it is written a second time, and the first one was sent already.
+            UserCodeError: it is written a second time after the first was sent.
         """
         assert self._vector is not None
         start, stop = self._bounds[index]

@@ -3,11 +3,10 @@
     backward: p.grad is there ──hook──▶ written into the round's vector, which leaves from the front
               the last one    ───────▶ the round ends: every worker has the mean, and copies it into p.grad
 
-All that a loop does with gradients and parameters after that (clipping, skipping, freezing, stepping with an
-optimizer of any kind), it does to the same numbers on every worker, and the replicas stay equal: as in
-`DistributedDataParallel` (Li et al. 2020). In addition, means are weighted by samples; a parameter that has
-a gradient on no worker gets none; a gradient that a loop writes without backward is averaged when its
-optimizer makes a step; and replicas that differ all the same are detected.
+Whatever the loop then does with gradients and parameters (clip, skip, freeze, step with any optimizer) it does to the
+same numbers on every worker, so replicas stay equal, as in `DistributedDataParallel` (Li et al. 2020). In addition,
+means are weighted by samples; a parameter without a gradient on any worker gets none; a gradient that the loop writes
+itself is averaged at its optimizer's step; and replicas that differ nevertheless are detected.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ class GradientReducer:
         wrapped: the parameters, and the optimizers that step them.
         vector: the vector that a round carries.
         bridge: the worker beside the loop, which exchanges the vectors.
-        samples: returns the number of samples behind the gradients of a round, of which some passes were made in
-            `no_sync`.
-        local_samples: returns the samples behind a pass in `no_sync`.
-        forget: called at the end of a backward: its forward passes, which activation checkpointing repeats, do
-            not count for the next one.
+        samples: returns the number of samples in a round's gradients, given the passes made in `no_sync`.
+        local_samples: returns the samples of a pass in `no_sync`.
+        forget: called at the end of a backward, so that forward passes repeated by activation checkpointing do not
+            count for the next backward.
         loss: returns the loss of the backward that ends, or NaN.
-        workers: number of workers. The mean of one is its own: nothing is refused for being of one worker alone.
+        workers: number of workers. A single worker's gradients need no averaging, so none is refused for lack of it.
     """
 
     def __init__(
@@ -77,25 +75,25 @@ class GradientReducer:
         self._alone = workers == 1
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
-        self._is_local = False  # inside no_sync
+        self._is_local = False  # in no_sync
         for index, parameter in enumerate(wrapped.parameters):
             self._hook(index, parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        """Itself: a copied optimizer or module keeps its hooks, but its parameters are none of the run's."""
+        """Returns itself: a copied optimizer or module keeps its hooks, but its parameters are not the run's."""
         return self
 
     # ---- called by the loop's thread ----------------------------------------------------
 
     @contextmanager
     def no_sync(self, *, discard: bool = False) -> Iterator[None]:
-        """Inside, backward adds up this worker's own gradients; the next one outside averages the sum.
+        """Accumulates this worker's own gradients; the next backward outside averages the sum.
 
         Args:
             discard: the minibatch counts no samples, so its gradients are set to zero.
         """
         before, self._is_local = self._is_local, True
-        trained = [one for one in self._wrapped.parameters if discard and one.requires_grad]
+        trained = [parameter for parameter in self._wrapped.parameters if discard and parameter.requires_grad]
         hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
         try:
             yield
@@ -105,21 +103,21 @@ class GradientReducer:
                 hook.remove()
 
     def synchronize(self) -> None:
-        """Makes a round of no step: returns when all workers are there, with the same parameters.
+        """Waits for all workers, by a round that belongs to no step. They have the same parameters then.
 
-        It averages what passes in `no_sync` have added up.
+        The round averages what passes in `no_sync` have accumulated.
         """
         local = self._local.take()
         self._begin(silent=True, samples=joined(local) if local else 1)
         self._end()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Averages gradients that no backward has averaged, and refuses those that cannot be used.
+        """Averages gradients that no backward has averaged, and refuses unusable ones.
 
-        Where the step has a closure, which computes the gradients, this is done after each call of it.
+        If the step has a closure that computes the gradients, this happens after each call of the closure.
 
         Returns:
-            None, or the arguments with which the step is to be made.
+            None, or the arguments for the step.
 
         Raises:
             GradientError: a gradient is not finite. No worker makes the step.
@@ -140,9 +138,7 @@ class GradientReducer:
         return args, {**kwargs, "closure": averaged}
 
     def before_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuses a step of an optimizer that was not wrapped, with gradients of this worker alone.
-
-        Inside `no_sync` the script wants it so.
+        """Refuses the step of an unwrapped optimizer whose gradients are not averaged, except in `no_sync`.
 
         Raises:
             ConfigError: the optimizer has such a gradient.
@@ -158,7 +154,7 @@ class GradientReducer:
         for index in self._wrapped.indices_of(optimizer, self._rounds.steps):
             self._states.stepped(index)
         self._bridge.stepped()
-        if not self._writer.is_open:  # a step that a hook makes inside backward
+        if not self._writer.is_open:  # open: a hook makes the step inside backward
             self._rounds.agreement.after_step(self._rounds.steps)
 
     def end(self) -> None:
@@ -166,11 +162,13 @@ class GradientReducer:
         self._rounds.end()
 
     def _average_rest(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._writer.is_open:  # a backward has failed and the others wait; or this step is made inside one
+        if (
+            self._writer.is_open
+        ):  # a backward has failed and the others wait; or this step is made inside a backward
             self._end()
         wrapped, states, step = self._wrapped, self._states, self._rounds.steps
-        mine = wrapped.indices_of(optimizer, step)
-        rest = [index for index in mine if not states.is_averaged(index)]
+        own = wrapped.indices_of(optimizer, step)
+        rest = [index for index in own if not states.is_averaged(index)]
         for index in () if self._alone else rest:
             gradient = wrapped.parameters[index].grad
             assert gradient is not None
@@ -179,7 +177,7 @@ class GradientReducer:
                 raise ConfigError(
                     f"step {step}: the gradient of {wrapped.names[index]!r} from torch.autograd.grad was changed "
                     "(clipped, for example) before it was averaged over the workers, which is when the optimizer makes "
-                    "its step. Use backward() in its place, which averages at once: loss.backward(inputs=parameters)"
+                    "its step. Use backward() instead, which averages at once: loss.backward(inputs=parameters)"
                 )
             if not is_computed and states.changed_early(index):
                 raise ConfigError(
@@ -192,8 +190,8 @@ class GradientReducer:
             self._begin()
             self._end(by_hand=True)
         if getattr(optimizer, "found_inf", None) is not None:
-            return  # a GradScaler has the optimizer itself leave the step out
-        for index in states.not_finite.intersection(mine):
+            return  # a GradScaler makes the optimizer skip the step itself
+        for index in states.not_finite.intersection(own):
             gradient = wrapped.parameters[index].grad
             if gradient is not None and not torch.isfinite(gradient).all():
                 whose = "this worker's" if index in states.own_not_finite else "another worker's"
@@ -208,7 +206,7 @@ class GradientReducer:
     def _hook(self, index: int, parameter: nn.Parameter) -> None:
         def fired(_: torch.Tensor) -> None:
             if parameter.grad is None:
-                return  # a hook of the script has made a step of it and removed it
+                return  # a hook of the script has used it in a step and removed it
             self._states.fired.add(index)
             self._computed.drop(index)
             if self._is_local:
@@ -252,19 +250,19 @@ class GradientReducer:
         self._writer.begin(self._bridge.open(count, silent=silent), scale)
 
     def _write(self, index: int) -> None:
-        """Writes a gradient into its place; without samples, zeros."""
+        """Writes a gradient into its place, or zeros if there are no samples."""
         if index < len(self._bounds):
             gradient = self._wrapped.parameters[index].grad
             self._writer.write(index, gradient if self._bridge.round_samples else None)
 
     def _end(self, *, by_hand: bool = False) -> None:
-        """Ends the round: writes the gradients that are missing, and replaces all by their means.
+        """Ends the round: writes the missing gradients, and replaces all by their means.
 
         Args:
             by_hand: the loop has written the gradients itself, without backward.
         """
         if not self._writer.is_open:
-            return  # a step that was made inside backward has ended it
+            return  # a step inside backward has ended the round
         for index in range(len(self._bounds)):
             if index not in self._writer:
                 self._write(index)
@@ -279,24 +277,24 @@ class GradientReducer:
                 self._set_gradient(index, mean, index in found.broken)
 
     def _round(self, gradient: torch.Tensor, by_hand: bool) -> list[int]:
-        """Exchanges a vector, and sets the gradients that have a place. Returns which of all have fired."""
+        """Exchanges a vector, and sets the gradients that have a place. Returns the indices that have fired."""
         parameters, states = self._wrapped.parameters, self._states
         present, own_broken = states.present(), self._writer.broken
-        fired = states.fired & present  # the loop may have removed what it added up
+        fired = states.fired & present  # the loop may have removed an accumulated gradient
         states.own_not_finite |= own_broken
         result = self._rounds.exchange(gradient, fired, own_broken, present, self._writer.scale)
         if result is None:
             for index in fired:
                 self._set_gradient(index, torch.zeros_like(parameters[index]), False)
             return []
-        # A gradient that no backward has computed: one that the loop wrote is averaged by the step of its
-        # optimizer; one that it has set to zero, together with the others.
+        # Gradients that no backward has computed: those that the loop wrote are averaged by their optimizer's
+        # step, those that it set to zero together with the others.
         again = {
             index
             for index in result.present.difference(result.fired)
             if (index in fired if by_hand else not states.is_averaged(index))
         }
-        for index in fired.difference(result.fired):  # without samples: as the other workers have it
+        for index in fired.difference(result.fired):  # this worker has no samples: do as the other workers do
             parameters[index].grad = None
         for index in {*result.fired, *again}.intersection(range(len(self._bounds))):
             start, stop = self._bounds[index]
@@ -321,11 +319,11 @@ class GradientReducer:
         self._computed.drop(index)
 
     def _differentiated(self, index: int, _: torch.Tensor) -> None:
-        """Refuses to go back through an averaged gradient: its graph is that of this worker's own."""
+        """Refuses to differentiate an averaged gradient: its graph covers only this worker's samples."""
         raise ConfigError(
             f"step {self._rounds.steps}: the gradient of {self._wrapped.names[index]!r} is differentiated after "
-            "backward(create_graph=True). It is the mean over all workers, and its graph is of this worker's samples "
-            "alone, so each worker would get other second derivatives. Take the first gradients by "
-            "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what is made of them (a "
-            "penalty, or their product with a vector): backward averages what it computes"
+            "backward(create_graph=True). It is the mean over all workers, but its graph covers only this worker's "
+            "samples, so workers would get different second derivatives. Take the first gradients with "
+            "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what you make of them "
+            "(a penalty, or their product with a vector): backward averages what it computes"
         )

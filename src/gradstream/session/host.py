@@ -1,7 +1,7 @@
-"""Runs coordinator and servers, or connects to them, where torchrun or a test starts the workers.
+"""Runs coordinator and servers, or connects to them, when torchrun or a test has started the workers.
 
-Worker 0 is the `Host`: it runs coordinator and servers. If there are several machines, every other worker is
-a `Guest`: it joins with the token, and stays until the host announces the end of the run.
+Worker 0 is the `Host`, which runs coordinator and servers. On several machines, every other worker is a `Guest`,
+which joins with the token and stays until the host announces the end of the run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gradstream.untrusted import say
 
 
 class Host:
-    """Runs coordinator and servers until the run is over, or this process has ended.
+    """Runs coordinator and servers until the run or this process ends.
 
     Args:
-        job: job of the run, with the number of its workers.
-        processes: whether coordinator and servers are processes, or threads of this one.
-        listening: where workers on other machines join; None if there are none.
+        job: the run's job, with its number of workers.
+        processes: whether coordinator and servers are processes of their own, or threads of this process.
+        listening: where workers on other machines join; None without other machines.
 
     Attributes:
         network: command-line arguments of this worker's node about its network, once the run has begun.
@@ -53,7 +53,7 @@ class Host:
         """Starts the run. Returns (path of the nodes' specification, address of the coordinator).
 
         Raises:
-            ConfigError, DeadlineError, PeerLostError, JoinRefusedError: the run did not come about.
+            ConfigError, DeadlineError, PeerLostError, JoinRefusedError: the run could not start.
         """
         self._thread.start()
         self._ready.wait()
@@ -68,14 +68,14 @@ class Host:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the run has ended, if any."""
+        """The error that ended the run, if any."""
         return self._error
 
     def _live(self) -> None:
         try:
             self._run()
         except BaseException as error:
-            self._error = error  # once the run has begun, the coordinator tells this process's worker
+            self._error = error  # after the start, the coordinator tells this process's worker instead
         finally:
             self._ready.set()
 

@@ -1,4 +1,4 @@
-"""`gradstream.join()`: finds out how this process was started, and joins its run as a worker."""
+"""`gradstream.join()`: determines how this process was started, and joins its run as a worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gradstream.strategies.base import Strategy
 from gradstream.untrusted import say
 
 JOIN_S = 1800.0
-"""How long workers wait for one another in `wrap`, by default: a script may prepare data for long before it."""
+"""Default time that workers wait for one another in `wrap`: a script may prepare data for long before it."""
 
 
 def join(
@@ -55,12 +55,12 @@ def join(
 ) -> Session:
     """Joins the run for which this script was started, as one of its workers.
 
-    Under `gradstream train script.py`, this process is one of `--workers`. Under `torchrun`, `srun` and Kubernetes, it
+    Under `gradstream train script.py`, this process is one of `--workers`. Under `torchrun`, `srun` or Kubernetes, it
     is one of their processes (see `gradstream.run.place`); the first of them runs coordinator and servers, and on
-    several machines all of them need the same `GRADSTREAM_TOKEN`. Under plain `python`, there is a single process, and
-    nothing is started. If the script has called `init_process_group`, ranks are those of its process group, which
-    gradstream does not use otherwise. `gradstream train` runs the script once up to this call before the workers
-    start, to read the arguments: call it early.
+    several machines all need the same `GRADSTREAM_TOKEN`. Plain `python` is a single process and starts nothing. If
+    the script has called `init_process_group`, its process group determines the ranks and is not used otherwise.
+    Before the workers start, `gradstream train` runs the script once up to this call to read the arguments: call it
+    early.
 
     Args:
         strategy, strategy_options, codec, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
@@ -99,18 +99,18 @@ def join(
     intercept(job)
     if placement.running() is not None:
         raise ConfigError(
-            "join: this process has called join() before, and a process is one worker of one run: use the session "
+            "join: this process has already called join(), and a process is one worker of one run: use the session "
             "that the first call returned"
         )
     measured_first(job)  # refuses strategy "auto"
     if not describe(find_strategy(strategy, job.strategy_options))["class"]:
         raise ConfigError(
             "join: the strategy is defined in this script, which the servers do not run: move it to a file of "
-            'its own, and name it by file and class, strategy="mine.py:Mine"'
+            'its own, and name file and class, strategy="mine.py:Mine"'
         )
-    given = placement.assigned()
-    if given is not None:
-        return placement.enter(WorkerSession(given, given.job().seed))
+    assigned = placement.assigned()
+    if assigned is not None:
+        return placement.enter(WorkerSession(assigned, assigned.job().seed))
     place = torchrun.of_process_group() or place_of(os.environ)
     return SingleProcessSession() if place is None else placement.enter(_under_engine(job, place))
 
@@ -124,7 +124,7 @@ def _script() -> str | None:
 
 
 def _under_engine(job: Job, place: Place) -> WorkerSession:
-    """Makes the session of a process that an engine has started. Rank 0 starts coordinator and shards for all."""
+    """Makes the session of a process that an engine has started. Rank 0 also starts coordinator and shards."""
     rank, size = place.rank, place.size
     job = dataclasses.replace(job, workers=size, spec=_script())
     assignment, host = torchrun.take_part(job, place)
@@ -143,7 +143,7 @@ def _under_engine(job: Job, place: Place) -> WorkerSession:
 
 
 def _summary_of(run_dir: Path, *, resumes: bool) -> str:
-    """A line about a run that has ended early: its checkpoint, and how to resume it where that works."""
+    """A line about a run that ended early: its checkpoint and, if possible, how to resume it."""
     folder = placement.newest_in(run_dir)
     text = f"gradstream: the run has ended early; {folder or 'no checkpoint'} in {run_dir}"
     if not (folder and resumes):
@@ -154,9 +154,9 @@ def _summary_of(run_dir: Path, *, resumes: bool) -> str:
 def at_the_end(close: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
     """Registers `close` for the end of the script, and `fail` for an exception that ends it.
 
-    For scripts that gradstream does not start itself (see `run.script` for those). Python joins all threads
-    before it calls `atexit` functions, and a session's threads end only when it is closed. So this registers
-    with `threading`, as `concurrent.futures` does.
+    For scripts that gradstream does not start itself (for the others see `run.script`). Python joins all threads before
+    it calls `atexit` functions, but a session's threads end only when it is closed. So this registers with `threading`,
+    as `concurrent.futures` does.
     """
     before = sys.excepthook
 
@@ -164,11 +164,11 @@ def at_the_end(close: Callable[[], None], fail: Callable[[BaseException], None])
         try:
             close()
         except Interrupted:
-            pass  # the script ends because the run was interrupted
+            pass  # the run was interrupted, which ends the script
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         fail(error)
-        before(kind, error, trace)  # last, so that it is seen
+        before(kind, error, trace)  # last, so that its output stays visible
 
     sys.excepthook = hook
     threading._register_atexit(end)  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
 """A worker's part of data that was made for one process.
 
-Whole minibatches are distributed in turn: worker r of W takes the minibatches r, r + W, r + 2W, ... in the
-order of one process. Or each minibatch is split: worker r takes its samples r, r + W, ... Either way order,
-sizes, dropped remainders and samplers are the user's own. Under a synchronous strategy a round consists of W
-minibatches of one process, or of the W pieces of one. A worker for which the last round has no minibatch
-repeats one, which counts no samples.
+Either whole minibatches are distributed in turn: worker r of W takes minibatches r, r + W, r + 2W, ... in the order of
+one process. Or each minibatch is split: worker r takes its samples r, r + W, ... Either way order, sizes, drop_last and
+samplers are the user's own. Under a synchronous strategy, a round consists of W minibatches of one process, or of the
+W pieces of a minibatch. If the last round has no minibatch for a worker, it repeats one that counts no samples.
 
 A DataLoader becomes a DataLoader with the same settings, class and attributes.
 """
@@ -30,17 +29,17 @@ from gradstream.session.loaders_part import EpochSteps, LoaderPart, TakeoverOrde
 # ---- loaders draw ------------------------------------------------------------------------
 # Random numbers that are equal on all workers while a DataLoader draws its order.
 #
-# The workers divide the minibatches of one order without exchanging messages, so each must draw the same order,
-# whatever else its process has drawn before.
+# Workers divide the minibatches without exchanging messages, so each must draw the same order, whatever its process
+# has drawn before.
 
 _swapping = threading.RLock()
-"""Several workers may be threads of one process, which share its generators."""
+"""Several workers may be threads of a process, and share its generators."""
 
 
 class CommonRandomState:
     """Iterates with the same state of the global generators of torch, `random` and numpy on all workers.
 
-    Between two elements the generators have the state of the process again, which is not disturbed.
+    Between two elements the generators have the process's own state, which is not disturbed.
 
     Args:
         seed: seed of the states, the same on all workers.
@@ -94,10 +93,10 @@ def _swap(states: _States) -> _States:
 # ---- loaders -----------------------------------------------------------------------------
 
 BATCHES_AHEAD = 64
-"""Minibatches, as sample indices, that are drawn at once. A sampler may have no end."""
+"""Number of minibatches (as sample indices) drawn at once. A sampler may be infinite."""
 
 MOST_ORDERS = 4
-"""Epochs whose minibatches are remembered, as indices: a lost worker may have been some epochs behind."""
+"""Epochs whose minibatches (as indices) are kept: a lost worker may have been some epochs behind."""
 
 
 class SamplerEpoch:
@@ -107,7 +106,7 @@ class SamplerEpoch:
         epoch: number of the epoch, from 0.
 
     Attributes:
-        counts: samples that each minibatch counts, of those that were drawn and not yet given to the loop.
+        counts: samples counted for each minibatch that is drawn and not yet yielded to the loop.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -116,17 +115,17 @@ class SamplerEpoch:
 
 
 class ShardedBatchSampler:
-    """Gives one worker's minibatches, as sample indices; otherwise it behaves as the user's sampler.
+    """Yields one worker's minibatches, as sample indices; otherwise behaves as the user's sampler.
 
     Args:
-        batches: the user's sampler. Each iteration gives the minibatches of an epoch, as lists of indices; or,
-            for a loader that does not collate, keys of its dataset.
+        batches: the user's sampler. Each iteration yields the minibatches of an epoch as lists of indices or, for
+            a loader that does not collate, keys of its dataset.
         part: the worker's part of the data.
         collated: whether the loader makes minibatches out of samples.
 
     Attributes:
         latest: the latest iteration, which may be ahead of the loop; None before the first.
-        orders: all minibatches of the latest `MOST_ORDERS` epochs, by epoch, where workers take over those of lost
+        orders: all minibatches of the latest `MOST_ORDERS` epochs, by epoch, if workers take over those of lost
             workers.
     """
 
@@ -149,7 +148,7 @@ class ShardedBatchSampler:
     def __iter__(self) -> Iterator[Any]:
         latest = self.latest = SamplerEpoch(self._random.epoch)
         batches = self._drawn()
-        if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # others may have no end
+        if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # others may be infinite
             while len(self.orders) >= MOST_ORDERS:
                 del self.orders[min(self.orders)]
             order = self.orders[latest.epoch] = TakeoverOrder()
@@ -167,7 +166,7 @@ class ShardedBatchSampler:
         return [sum(size > rank for size in sizes) for rank in range(part.world_size)]
 
     def part_of(self, epoch: int, rank: int) -> list[tuple[Any, int | None]]:
-        """A worker's minibatches in an epoch of `orders`, each with the samples that it counts."""
+        """A worker's minibatches in an epoch of `orders`, each with its counted samples."""
         part = dataclasses.replace(self._part, rank=rank)
         return list(part.taken(self.orders[epoch], self._cut, self._size))
 
@@ -196,14 +195,14 @@ class ShardedBatchSampler:
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A worker's part of a DataLoader. Notes the samples of each minibatch that it gives.
+    """A worker's part of a DataLoader. Notes the samples of each minibatch that it yields.
 
-    Its processes draw other random numbers than those of other workers, also where all scripts set one seed. Those of
-    worker 0 draw what torch has them draw.
+    Its processes draw different random numbers on each worker, even if all scripts set the same seed. On worker 0 they
+    draw what torch would draw.
     """
 
     _part: LoaderPart
-    _number: int  # among the loaders whose minibatches are taken over, from 0
+    _number: int  # index among the loaders whose minibatches may be taken over, from 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         sampler: ShardedBatchSampler = self._index_sampler
@@ -240,7 +239,7 @@ class ShardedLoader(DataLoader[Any]):
             epoch = sampler.latest if epoch is None else epoch
             if epoch is None or not epoch.counts:
                 raise ConfigError(
-                    f"session.shard: the __iter__ of {type(self).__name__} gives minibatches that the sampler of "
+                    f"session.shard: the __iter__ of {type(self).__name__} yields minibatches that the sampler of "
                     "session.shard has not drawn, from an iterator made before shard. Shard a plain DataLoader "
                     "instead"
                 )
@@ -258,7 +257,7 @@ class ShardedLoader(DataLoader[Any]):
                 raise
 
     def _taken_over(self, sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Any]:
-        """The minibatches that this worker takes over from lost workers, block by block, until none is left."""
+        """Yields the minibatches that this worker takes over from lost workers, block by block."""
         parts: dict[tuple[int, int], list[tuple[Any, int | None]]] = {}
         while (block := steps.take(sampler.parts, sampler.orders)) is not None:
             where = block.epoch.number, block.rank
@@ -270,10 +269,10 @@ class ShardedLoader(DataLoader[Any]):
                 yield batch
 
     def _loaded(self, batches: list[Any]) -> Iterator[Any]:
-        """Makes minibatches from their indices as this loader does, in this process, one after the other."""
+        """Makes minibatches from their indices as this loader does, but in this process."""
         place = "batch_sampler" if self.batch_sampler is not None else "sampler"
         alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-        # A generator of the user's own must not advance: it would differ from those of the other workers.
+        # The user's own generator must not advance, or it would differ between workers.
         state = {**vars(self), **alone, place: batches, "generator": None, "_iterator": None}
         made: ShardedLoader = object.__new__(type(self))
         vars(made).update(state)
@@ -281,7 +280,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class ShardedStream(DataLoader[Any]):
-    """A worker's part of a DataLoader of an IterableDataset: reads all minibatches, yields `LoaderPart.taken`."""
+    """A worker's part of a DataLoader of an IterableDataset: reads all minibatches, yields its own."""
 
     _part: LoaderPart
     _common_random: CommonRandomState | None
@@ -297,10 +296,10 @@ class ShardedStream(DataLoader[Any]):
 
 
 def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
-    """A loader of the minibatches, or parts of minibatches, that one worker takes.
+    """Makes a loader of the minibatches, or parts of minibatches, that one worker takes.
 
     Raises:
-        ConfigError: the loader was sharded already, or is divided for another worker, or its order would differ
+        ConfigError: the loader is sharded already, or divided for another worker, or its order would differ
             between workers.
     """
     if isinstance(loader, ShardedLoader | ShardedStream):
@@ -308,14 +307,14 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
             "session.shard: got a loader that session.shard returned; call shard once per loader"
         )
     divided = is_divided(loader, part)
-    if divided:  # it gives this worker's part already: only count its samples
+    if divided:  # it yields this worker's part already: only count its samples
         part = dataclasses.replace(part, rank=0, world_size=1, split=False, takeover=None)
     state = {**vars(loader), "_part": part, "_iterator": None, "in_order": True}
     if isinstance(loader.dataset, IterableDataset):
         if not (divided or loader.in_order):
             raise ConfigError(
                 "session.shard: got a DataLoader of an IterableDataset with in_order=False: each worker would "
-                "see its minibatches in an order of its own, and some would be used twice. Make the loader "
+                "see the minibatches in a different order, and some would be used twice. Make the loader "
                 "with in_order=True"
             )
         random = None if divided else CommonRandomState(part.seed)
@@ -337,11 +336,11 @@ def _made(loader: DataLoader[Any], base: type, state: dict[str, Any]) -> DataLoa
 
 
 class ShardedIterable:
-    """One worker's share of any iterable of minibatches: some of them whole, or some samples of each.
+    """One worker's share of an iterable of minibatches: some whole minibatches, or some samples of each.
 
     Args:
-        batches: all minibatches. Where a worker gets whole ones, those of the others are made and dropped.
-        part: which of the two, and which share.
+        batches: all minibatches. If workers get whole ones, those of other workers are made and dropped.
+        part: how to divide, and which share to take.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart) -> None:

@@ -1,8 +1,8 @@
-"""Decides which minibatches a worker takes, and how many samples each of them counts.
+"""Decides which minibatches a worker takes, and how many samples each counts.
 
-It also recognises DataLoaders whose sampler or dataset gives each worker its part already (those of torch,
-accelerate and others). Such a loader must not be divided once more, or most samples would never be used. An
-object that divides data has two attributes: the number of processes, and the index of this one.
+It also recognises DataLoaders whose sampler or dataset already divides the data (those of torch, accelerate and
+others). Dividing such a loader again would leave most samples unused. An object that divides data has two attributes:
+the number of processes, and the index of this process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gradstream.errors import ConfigError
 from gradstream.session.bridge import LoopBridge
 
 # ---- loaders takeover --------------------------------------------------------------------
-# Takes over a lost worker's minibatches of an epoch, when a worker has finished its own part.
+# Takes over a lost worker's minibatches of an epoch once a worker has finished its own part.
 #
 # The coordinator knows which steps of a lost worker are in the model. A loader knows all minibatches of the epoch,
-# since it draws the order of all of them. So the coordinator names the rest by its place in the lost worker's part,
-# and the loader makes those minibatches. This module counts which minibatches belong to which step, which is known
-# only where every step of an epoch uses the same number of them.
+# since it draws their order. So the coordinator names the missing ones by their place in the lost worker's part, and
+# the loader makes them. This code counts which minibatches belong to which step, which is known only if every step
+# of an epoch uses the same number of them.
 
 
 class TakeoverOrder:
@@ -41,7 +41,7 @@ class TakeoverOrder:
         self._batches: list[Any] = []
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same minibatches; remembers each when it is taken."""
+        """Yields the same minibatches, and remembers each."""
         for batch in batches:
             self._batches.append(_packed(batch))
             yield batch
@@ -65,11 +65,11 @@ def _packed(batch: Any) -> Any:
 
 
 class Takeover:
-    """Lets the loaders of a session take over minibatches of lost workers, which the coordinator assigns.
+    """Lets a session's loaders take over minibatches of lost workers, as the coordinator assigns them.
 
     Args:
-        steps: returns the number of the loop's next step, None while it is not known. A resumed run begins
-            at 0; iterations that it skips have numbers below.
+        steps: returns the number of the loop's next step, or None while unknown. A resumed run begins at 0, and
+            iterations that it skips have negative numbers.
 
     Attributes:
         bridge: reaches the coordinator; None before the loop can make steps.
@@ -81,13 +81,13 @@ class Takeover:
         self._num_loaders = 0
 
     def number(self) -> int:
-        """The number of a new loader: equal on all workers, since their scripts make the same loaders."""
+        """The number of a new loader, equal on all workers since their scripts make the same loaders."""
         self._num_loaders += 1
         return self._num_loaders - 1
 
 
 class EpochSteps:
-    """Counts which steps used the minibatches of an epoch, and asks at its end for those of lost workers.
+    """Counts which steps used an epoch's minibatches, and asks at its end for those of lost workers.
 
     Args:
         takeover: connection of the session to the coordinator.
@@ -98,15 +98,15 @@ class EpochSteps:
         self._takeover = takeover
         self._epoch = epoch
         self._begin: int | None = None  # the first step
-        self._given = 0  # minibatches of this worker's own part
-        self._per_step: int | None = None  # minibatches of a step; 0: not always the same number
-        self._asked: int | None = None  # the step for which a block was taken over last
-        self._parts: list[int] = []  # number of minibatches of each worker, once it is needed
+        self._yielded = 0  # minibatches of this worker's own part
+        self._per_step: int | None = None  # minibatches per step; 0: the number varies
+        self._asked: int | None = None  # the step for which the last block was taken over
+        self._parts: list[int] = []  # number of minibatches of each worker, once needed
 
     def next(self) -> None:
         """Counts the next minibatch of the worker's own part."""
         self._count()
-        self._given += 1
+        self._yielded += 1
 
     def take(self, parts: Callable[[int], list[int]], orders: dict[int, TakeoverOrder]) -> Block | None:
         """The block of minibatches to take over next; None if there is none.
@@ -119,11 +119,11 @@ class EpochSteps:
             self._count()
         steps, bridge = self._takeover.steps(), self._takeover.bridge
         if steps is None or self._begin is None or steps == self._begin or bridge is None:
-            return None  # the loop makes no steps with this epoch: a validation
+            return None  # the loop makes no steps in this epoch: a validation
         if not self.used():
             return None
         if self._asked is None:
-            if not (self._per_step and self._given % self._per_step == 0 and self._is_whole(orders, 0)):
+            if not (self._per_step and self._yielded % self._per_step == 0 and self._is_whole(orders, 0)):
                 self._per_step = 0
             self._parts = parts(self._epoch.number) if self._per_step else []
         self._asked, back = steps, 0
@@ -133,10 +133,10 @@ class EpochSteps:
         return bridge.take_over(self._epoch, self._begin, steps, self._parts, self._per_step or 0, oldest)
 
     def used(self) -> bool:
-        """Whether the loop has made exactly one step since it took over a block, or has taken none over.
+        """Whether the loop has made exactly one step since it took over a block, or has taken none.
 
-        If not, it tells the coordinator that the steps of this epoch's minibatches are unclear: then no worker takes
-        over minibatches of the epoch.
+        If not, reports to the coordinator that it is unclear which steps used this epoch's minibatches, so that no
+        worker takes over any of them.
         """
         if self._asked is None or self._takeover.steps() == self._asked + 1:
             return True
@@ -152,13 +152,13 @@ class EpochSteps:
         if steps is None:
             return
         if self._begin is None:
-            # In a resumed loop this is known after the first minibatch: it was skipped, or a step was made.
-            self._begin = 0 if self._given and steps > 0 else steps - self._given
+            # In a resumed loop this is known after the first minibatch was skipped or used in a step.
+            self._begin = 0 if self._yielded and steps > 0 else steps - self._yielded
             self._report()
         made = steps - self._begin
         if self._per_step is None and made:
-            self._per_step = self._given if made == 1 else 0
-        if self._per_step and made != self._given // self._per_step:
+            self._per_step = self._yielded if made == 1 else 0
+        if self._per_step and made != self._yielded // self._per_step:
             self._per_step = 0
             self._report(unclear=True)
 
@@ -171,7 +171,7 @@ class EpochSteps:
 # ---- loaders part ------------------------------------------------------------------------
 
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
-"""Attributes of most samplers, torch's included; of accelerate's samplers; of mmengine's and of `datasets`."""
+"""Attributes of most samplers, including torch's; of accelerate's; of those of mmengine and `datasets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +180,14 @@ class LoaderPart:
 
     Args:
         rank, world_size: r and W.
-        seed: seeds the generators, together with the epoch, while the order of a DataLoader is drawn.
+        seed: with the epoch, seeds the generators while the order of a DataLoader is drawn.
         split: each minibatch is split among the workers; otherwise whole minibatches are distributed.
         note: called with the number of samples of each minibatch that the worker takes: 0 for a repeat,
-            None if the number cannot be seen.
-        aligned: all workers take the same number of minibatches. A worker for which the last round has none
-            repeats one, which counts no samples.
+            None if unknown.
+        aligned: all workers take the same number of minibatches. If the last round has none for a worker, it
+            repeats one that counts no samples.
         over: called when the worker has taken its last minibatch.
-        takeover: asks for the minibatches of lost workers; None if no worker takes them over.
+        takeover: asks for the minibatches of lost workers; None if nobody takes them over.
     """
 
     rank: int
@@ -204,7 +204,7 @@ class LoaderPart:
         return samples[self.rank :: self.world_size]
 
     def count(self, total: int) -> int:
-        """Number of minibatches that the worker takes out of `total`; an upper bound if each is split among workers."""
+        """Number of minibatches that the worker takes out of `total`; an upper bound if each is split."""
         if self.split:
             return total
         return len(range(0 if self.aligned else self.rank, total, self.world_size))
@@ -215,14 +215,14 @@ class LoaderPart:
         cut: Callable[[Any, slice], Any],
         size: Callable[[Any], int | None],
     ) -> Iterator[tuple[Any, int | None]]:
-        """The worker's minibatches out of those of one process, one of W in turn, or with `split` a piece of each.
+        """The worker's minibatches out of those of one process: every W-th or, with `split`, a piece of each.
 
-        Each comes with the number of samples that it counts.
+        Each comes with its number of counted samples.
 
         Args:
             batches: the minibatches of one process.
             cut: returns a slice of the samples of a minibatch.
-            size: returns the number of samples of a minibatch, None if it cannot be seen.
+            size: returns the number of samples of a minibatch, or None if unknown.
         """
         if self.split:
             for batch in batches:
@@ -238,7 +238,9 @@ class LoaderPart:
         number, repeat = -1, None  # -1: as after a whole round
         for number, batch in enumerate(batches):
             own = number % self.world_size == self.rank
-            if own or number == 0:  # without a minibatch, repeat the first: the last may be short
+            if (
+                own or number == 0
+            ):  # a worker without a minibatch repeats the first, since the last may be short
                 repeat = batch
             if own:
                 yield batch, size(batch)
@@ -246,7 +248,7 @@ class LoaderPart:
             yield repeat, 0
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The worker's minibatches out of those of one process, as made, not as indices. Notes their samples."""
+        """The worker's minibatches, already loaded, out of those of one process. Notes their samples."""
         try:
             for batch, samples in self.taken(batches, cut_of, length_of):
                 self.note(samples)
@@ -279,28 +281,28 @@ def length_of(values: Any) -> int | None:
 
 
 def is_divided(loader: DataLoader[Any], part: LoaderPart) -> bool:
-    """Whether the loader has a sampler that divides the data already (DistributedSampler), for this worker.
+    """Whether the loader's sampler already divides the data for this worker, as DistributedSampler does.
 
     Raises:
-        ConfigError: the sampler gives the part of another rank, or divides among another number of workers.
+        ConfigError: the sampler takes another rank's part, or divides among another number of workers.
     """
     for divider in _nested(loader):
         for total, which in _NAMES:
-            found = getattr(divider, total, None), getattr(divider, which, None)
-            if not all(isinstance(number, int) for number in found):
+            values = getattr(divider, total, None), getattr(divider, which, None)
+            if not all(isinstance(number, int) for number in values):
                 continue
-            if found == (part.world_size, part.rank):
+            if values == (part.world_size, part.rank):
                 return True
             raise ConfigError(
-                f"session.shard: the loader's {type(divider).__name__} has {total}={found[0]}, "
-                f"{which}={found[1]}; expected {total}={part.world_size}, {which}={part.rank}: "
+                f"session.shard: the loader's {type(divider).__name__} has {total}={values[0]}, "
+                f"{which}={values[1]}; expected {total}={part.world_size}, {which}={part.rank}: "
                 + (
                     "every worker would see all samples"
-                    if found[0] == 1
+                    if values[0] == 1
                     else "some samples would not be seen"
                 )
-                + f". Make it with {total}=session.world_size, {which}=session.rank (it does not know of a "
-                "process group that is made later); or pass a loader without it, which shard divides"
+                + f". Make it with {total}=session.world_size, {which}=session.rank (it does not see a process "
+                "group that is made later); or pass a loader without it, and shard divides the data"
             )
     return False
 
@@ -312,7 +314,7 @@ def _nested(loader: DataLoader[Any]) -> Iterator[Any]:
         names = ("dataset", "_distributed")  # the second: datasets.split_dataset_by_node
     else:
         seen, names = [loader.batch_sampler, loader.sampler], ("batch_sampler", "sampler")
-    for one in seen:  # grows meanwhile
-        yield one
-        inner = [getattr(one, name, None) for name in names]
+    for candidate in seen:  # grows meanwhile
+        yield candidate
+        inner = [getattr(candidate, name, None) for name in names]
         seen += [found for found in inner if found is not None and not any(found is other for other in seen)]

@@ -1,4 +1,4 @@
-"""A loop that trains alone between two exchanges: under local SGD, gossip, push-sum and NoLoCo.
+"""A loop with local steps between two exchanges: under local SGD, gossip, push-sum and NoLoCo.
 
     worker's thread                            user's thread
     turn(w) ── w_i ← w ──▶                     H times: forward, backward, optimizer.step(), all on w_i
@@ -7,9 +7,9 @@
     … exchange, the next w …
     turn(w) ── w_i ← w ──▶                     step() returns
 
-The script's own optimizer makes the steps, whatever it is; for arrays, the rule that the script gives. The script may
-change w_i between two steps: what it does is in w - w_i, as a step is. A round is over after H steps of the loop, and a
-step of the loop is one of each optimizer that makes one. What is left when the session is closed is exchanged then.
+The script's own optimizer makes the steps or, for arrays, the script's update rule. The script may also change w_i
+between two steps: like a step, the change is part of w - w_i. A round ends after H steps of the loop; a loop with
+several optimizers steps each once per step of the loop. Closing the session exchanges what is left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LocalModule(ModuleBinding):
 
     Args:
         module, parameters: as for `ModuleBinding`.
-        in_pairs: a round hands over w_i itself; else w - w_i.
+        in_pairs: a round submits w_i itself; else w - w_i.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], *, in_pairs: bool) -> None:
@@ -45,7 +45,7 @@ class LocalModule(ModuleBinding):
         self._begun = self._own = torch.empty(0)  # w and w_i
 
     def check_unchanged(self, where: str) -> None:
-        """See `ParameterBinding.check_unchanged`: values may change, but the module has to keep its parameters."""
+        """Checks that the module still has its parameters; their values may change."""
         self.watch.check_module(where)
 
     @property
@@ -71,8 +71,10 @@ class LocalModule(ModuleBinding):
             into.copy_(own) if self._in_pairs else torch.sub(was, own, out=into)
 
     def extra(self) -> Arrays:
-        """The parameters that the script has made, until training begins: all workers begin with the first one's."""
-        return first_of(self.layout.slots, [one.detach() for one in self._parameters], len(self._begun))
+        """The script's initial parameters, until training begins: all workers begin with worker 0's."""
+        return first_of(
+            self.layout.slots, [parameter.detach() for parameter in self._parameters], len(self._begun)
+        )
 
     def load_fixed(self, frozen: Buffers) -> None:
         """See `ParameterBinding.load_fixed`, and what `extra` returns."""
@@ -83,23 +85,23 @@ class LocalModule(ModuleBinding):
 
     @contextmanager
     def showing(self, parameters: torch.Tensor, own: torch.Tensor | None) -> Iterator[None]:
-        """See `ParameterBinding.showing`. In pairs nobody has the mean of all: the script goes on seeing w_i."""
+        """See `ParameterBinding.showing`. In pairs nobody has the common mean, so the script keeps seeing w_i."""
         if self._in_pairs:
             yield
             return
-        mine = [
+        local = [
             parameter.data for parameter in self._parameters
-        ]  # the script may have given them other memory
+        ]  # the script may have moved them to other memory
         self._point_at(parameters.clone())
         try:
             yield
         finally:
-            for parameter, data in zip(self._parameters, mine, strict=True):
+            for parameter, data in zip(self._parameters, local, strict=True):
                 parameter.data = data
 
 
 class LocalArrays(ArrayBinding):
-    """A loop's arrays, which are w_i themselves, and the rule that makes its steps.
+    """A loop's arrays, which are w_i themselves, and the update rule for its steps.
 
     Args:
         arrays: as for `ArrayBinding`.
@@ -114,7 +116,7 @@ class LocalArrays(ArrayBinding):
         self._updates = LocalUpdates()
 
     def check_unchanged(self, where: str) -> None:
-        """Does nothing: what the script changes is in w - w_i."""
+        """Does nothing: changes by the script are part of w - w_i."""
 
     @property
     def changed(self) -> bool:
@@ -126,7 +128,7 @@ class LocalArrays(ArrayBinding):
         """Makes one step on this worker alone.
 
         Raises:
-            ConfigError: the arrays or the rule are not those of the first step, or the rule's rate is no number.
+            ConfigError: the arrays or the rule are not those of the first step, or the rule's rate is not a number.
             GradientError: the gradients do not fit.
         """
         check_rule(rule, self._rule)
@@ -156,35 +158,35 @@ class LocalArrays(ArrayBinding):
         if self._in_pairs:
             yield
             return
-        mine = {name: array.copy() for name, array in self.by_name.items()}
+        local = {name: array.copy() for name, array in self.by_name.items()}
         for name, view in self.layout.views(parameters):
             self.by_name[name][...] = view.numpy()
         try:
             yield
         finally:
-            for name, array in mine.items():
+            for name, array in local.items():
                 self.by_name[name][...] = array
 
 
 FIRST = f"{EXTRA}first."
-"""Prefix of the parameters with which the first worker begins, on their way to the others."""
+"""Prefix of the first worker's initial parameters, on their way to the other workers."""
 
 
 def first_of(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], begun: int) -> Arrays:
-    """The parameters under their names with the prefix; {} once training has begun."""
+    """The initial parameters under their names with the prefix; {} once training has begun."""
     if begun:
         return {}
-    return {FIRST + slot.name: one.numpy().copy() for slot, one in zip(slots, tensors, strict=True)}
+    return {FIRST + slot.name: tensor.numpy().copy() for slot, tensor in zip(slots, tensors, strict=True)}
 
 
 class LocalRound:
-    """Counts the steps of a round, and hands the round over when it is full.
+    """Counts the steps of a round, and submits the round when it is full.
 
-    Where several optimizers make steps, the round is over when all have made as many. One that makes fewer than
-    another is not waited for: then the round is over when the loop calls a model for its next step.
+    With several optimizers, a round ends when all have made the same number of steps. If some make fewer, the round
+    ends when the loop calls a model for its next step.
 
     Args:
-        bridge: takes the round.
+        bridge: receives the round.
         steps: H, steps of a round.
         binding: the parameters of the loop.
         optimizers: number of the script's optimizers.
@@ -197,14 +199,14 @@ class LocalRound:
         self._full = steps
         self._binding = binding
         self._optimizers = optimizers
-        self._made: dict[int, int] = {}  # by optimizer, in the whole run
+        self._made: dict[int, int] = {}  # steps of each optimizer in the whole run
         self._begun = 0  # steps of the loop before this round
         self._samples, self._loss = 0, 0.0
-        self._last = 1  # samples of the latest step
+        self._last = 1  # samples of the last step
 
     @property
     def _steps(self) -> int:
-        """Steps of the loop so far: those of the optimizer that has made most."""
+        """Steps of the loop so far: the most that any optimizer has made."""
         return max(self._made.values(), default=0)
 
     @property
@@ -212,12 +214,12 @@ class LocalRound:
         return self._steps - self._begun >= self._full
 
     def stepped(self, samples: int, loss: float, optimizer: object = None) -> None:
-        """Counts a step that was made, and waits for the exchange where it was the last one of its round.
+        """Counts a step, and waits for the exchange if it was the last of its round.
 
         Args:
-            samples: samples behind its gradient.
-            loss: mean loss over them, NaN where unknown.
-            optimizer: which of the script's optimizers has made it.
+            samples: number of samples in its gradient.
+            loss: mean loss over them, NaN if unknown.
+            optimizer: the script's optimizer that made it.
 
         Raises:
             ClosedError, GradstreamError: see `LoopBridge.step`.
@@ -234,14 +236,14 @@ class LocalRound:
             self._hand_over()
 
     def called(self, module: nn.Module, args: object, kwargs: object) -> None:
-        """A model is called: its next step begins, so a full round does not wait for optimizers that made fewer."""
+        """Submits a full round: a model's next forward begins, so no other optimizer will make a step."""
         if self._is_full and module.training and torch.is_grad_enabled():
             self._hand_over()
 
     def end(self) -> None:
-        """Hands over what is left when the loop ends: steps, and what the script has changed since the last round.
+        """Submits what is left when the loop ends: steps, and changes by the script since the last round.
 
-        A change without a step weighs as much as the latest step.
+        A change without a step weighs as much as the last step.
         """
         if self._steps > self._begun or self._binding.changed:
             self._samples = self._samples or self._last

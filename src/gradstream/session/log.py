@@ -1,10 +1,9 @@
-"""Collects the figures that a user's own training loop logs, and the losses of its `backward()` calls.
+"""Collects the figures that a user's training loop logs, and the losses of its `backward()` calls.
 
     session.log(accuracy=0.9)  ──▶ means by name ──▶ LogEvent, at most ten a second ──▶ the worker's node
     loss.backward()            ──▶ mean          ──▶ loss of the next StepEvent
 
-The loop's own thread reads the numbers, so a tensor on an accelerator is read on the stream that computed it.
-It is read when a report is due, not when it is logged.
+The loop's thread reads a tensor on the stream that computed it, and only when a report is due, not when it is logged.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from gradstream.telemetry.events import LogEvent
 
 MAX_NAMES = 64
 EVERY_NS = 100_000_000
-"""Time between two reports of a worker; figures that are logged in between are averaged by name."""
+"""Time between two reports of a worker; figures logged in between are averaged by name."""
 
 MAX_WAITING = 100
-"""The most reports that wait for the node, which takes them each second. Beyond that, values are averaged."""
+"""The most reports that wait for the node, which takes them every second. Beyond that, values are averaged."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./ -]{0,63}")
 """Names that all trackers accept."""
@@ -83,17 +82,17 @@ class SessionLog:
             self._report()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Records the loss of a `backward()` call. Its value is read with the next step."""
+        """Records the loss of a `backward()` call. Its value is read at the next step."""
         self._loss.add(loss)
 
     def step(self, loss: float = math.nan) -> float:
-        """The loss of the step that the loop hands over.
+        """The loss of the step that the loop submits.
 
         Args:
-            loss: loss that the loop has given; NaN where it has given none.
+            loss: the loss that the loop has passed; NaN if none.
 
         Returns:
-            That loss, or else the mean of the losses of `backward` since the last call, or NaN.
+            That loss or, if it is NaN, the mean of the losses of `backward` since the last call, or NaN.
         """
         mean = self._loss.take()
         if monotonic_ns() >= self._due_ns:
@@ -101,7 +100,7 @@ class SessionLog:
         return mean if math.isnan(loss) else loss
 
     def total(self, steps: int) -> None:
-        """Sets the number of steps of this worker in the whole run, from which its end is estimated.
+        """Sets this worker's number of steps in the whole run, to estimate when the run ends.
 
         Raises:
             ConfigError: `steps` is not a whole number of at least 1.
@@ -111,12 +110,12 @@ class SessionLog:
         self._report(even_if_empty=True)
 
     def close(self) -> None:
-        """Reports the remaining figures, and records no more losses. A second call does nothing."""
+        """Reports the remaining figures, and stops recording losses. A second call does nothing."""
         _stop_recording(self)
         self._report()
 
     def take(self) -> Iterable[LogEvent]:
-        """The reports since the last call. Call it from one thread, which may be any."""
+        """The reports since the last call. Always call it from the same thread, whichever it is."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _named(self, name: str) -> _Mean | None:
@@ -148,7 +147,7 @@ class SessionLog:
 
 
 class _Mean:
-    """A mean of numbers. Tensors on an accelerator are added up there, and only `take` waits for them."""
+    """A mean of numbers. Tensors are added up on their accelerator, and only `take` waits for them."""
 
     __slots__ = ("_sum", "count")
 
@@ -160,7 +159,7 @@ class _Mean:
         """Adds a number. Raises TypeError for other values."""
         number = value if type(value) is float else _number(value)
         if isinstance(number, torch.Tensor) and isinstance(self._sum, torch.Tensor):
-            number = number.to(self._sum.device)  # where a model is spread over several accelerators
+            number = number.to(self._sum.device)  # a model may be spread over several accelerators
         self._sum = self._sum + number
         self.count += 1
 
@@ -209,16 +208,16 @@ def _stop_recording(log: SessionLog) -> None:
             del _logs[thread]
         if _logs:
             return
-        for (cls, name), (was, ours) in list(_wrapped.items()):
+        for (cls, name), (was, wrapper) in list(_wrapped.items()):
             if (
-                getattr(cls, name) is ours
-            ):  # otherwise other code has wrapped ours, which stays and records nothing
+                getattr(cls, name) is wrapper
+            ):  # otherwise other code has wrapped this wrapper, which stays and records nothing
                 setattr(cls, name, was)
                 del _wrapped[cls, name]
 
 
 def _log_of_thread() -> SessionLog | None:
-    """The log of this thread's loop; if it has none and there is only one log, that one."""
+    """The log of this thread's loop or, failing that, the only log that there is."""
     log, logs = _logs.get(threading.get_ident()), tuple(_logs.values())
     return logs[0] if log is None and len(logs) == 1 else log
 
@@ -229,7 +228,7 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         log = _log_of_thread()
         if log is not None and gradient is None:
             # GradScaler.scale notes the unscaled loss on its result. A loss computed from that result
-            # (divided by a number of minibatches, for example) is neither scaled nor unscaled: leave it out.
+            # (divided by a number of minibatches, for example) is neither scaled nor unscaled: skip it.
             loss = getattr(tensor, UNSCALED, None if log.scales else tensor)
             try:
                 if loss is not None:

@@ -32,28 +32,28 @@ from gradstream.worker.loop import Loop
 # ---- job ---------------------------------------------------------------------------------
 # The job of a script with a loop of its own, for the coordinator and the shards.
 #
-# They do not run the script. The first worker sends them the model's sizes and the update rule.
+# They do not run the script: the first worker sends them the model's sizes and the update rule.
 
 
 class ScriptModel:
-    """Takes the place of a job's model, which the script makes."""
+    """Placeholder for a job's model, which the script makes."""
 
     reduction: Reduction = "mean"
 
     def gradient(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ConfigError: the script computes its gradients."""
         raise ConfigError(
-            "this job has no model: its script has a training loop of its own, which computes the gradients; start "
-            "it with gradstream train script.py"
+            "this job has no model: the training loop of its script computes the gradients; start it with gradstream "
+            "train script.py"
         )
 
 
 @dataclass
 class OwnLoop:
-    """Takes the place of a job's data set: the script has the data.
+    """Placeholder for a job's data set, which the script has.
 
     Args:
-        running: the loop of this process; None if it is no worker.
+        running: the loop of this process; None if it is not a worker.
         optimizer: the update rule that the loop's optimizer asks for, as text.
         gradients_only: whether only gradients are exchanged, under strategies that return their mean.
     """
@@ -77,27 +77,27 @@ class OwnLoop:
 
 
 def job() -> Job:
-    """The job without the settings that the launcher adds."""
+    """The job without the launcher's settings."""
     return Job(ScriptModel(), OwnLoop())  # type: ignore[arg-type]  # stand in for model and data
 
 
 # ---- node --------------------------------------------------------------------------------
 
 FAREWELL_S = 15.0
-"""How long a script that has failed waits until the other nodes know of it."""
+"""How long a failed script waits until the other nodes know of it."""
 
 
 class RunConnection:
-    """A loop's connection to its run: joins it with the loop's parameters, and leaves it.
+    """Joins a run with a loop's parameters, and leaves it.
 
     Args:
         place: the rank of this worker, and the place of its run.
         log: figures that the loop logs.
-        host: coordinator and servers, where this process runs them for all workers; waited for at the end.
+        host: coordinator and servers, if this process runs them for all workers; waited for at the end.
 
     Attributes:
         bridge: connects the loop to its worker node, which runs in another thread; None before `join`.
-        aborted: whether the run has ended because of another node, which reports the reason.
+        aborted: whether another node has ended the run; it reports the reason.
     """
 
     def __init__(self, place: WorkerPlacement, log: SessionLog, host: Host | None) -> None:
@@ -121,7 +121,7 @@ class RunConnection:
             counts_steps: see `LoopBridge`.
 
         Raises:
-            GradstreamError: the run did not come about.
+            GradstreamError: the run could not start.
         """
         self._binding = binding
         bridge = self.bridge = LoopBridge(
@@ -152,10 +152,10 @@ class RunConnection:
             yield
 
     def leave(self) -> None:
-        """Leaves the run, and waits until it is over.
+        """Leaves the run, and waits for its end.
 
         Raises:
-            GradstreamError: the run has ended with this error.
+            GradstreamError: the error that ended the run.
         """
         self._log.close()
         if self.bridge is None:

@@ -1,4 +1,4 @@
-"""The optimizer that `Session.wrap` returns where parameters are exchanged.
+"""The optimizer that `Session.wrap` returns under strategies that exchange parameters.
 
 fused           DistributedOptimizer    step: gradients ──▶ the shards' rule ──▶ parameters
 on the workers  the user's own          step: its own, then before - after ──▶ SGD(1) ──▶ parameters
@@ -25,7 +25,7 @@ from gradstream.strategies.base import Strategy
 K = TypeVar("K")
 
 Step = Callable[[float, float], None]
-"""Hands a step over, with its learning rate and its loss, and waits for the parameters of the next one."""
+"""Submits a step with its learning rate and loss, and waits for the parameters of the next step."""
 
 
 def take_over(
@@ -45,12 +45,12 @@ def take_over(
         optimizer: the user's optimizer.
         strategy: strategy of the run.
         workers: number of workers.
-        step: hands a step over; see `Step`.
-        where: returns the names of worker and step, for messages.
+        step: submits a step; see `Step`.
+        where: returns the worker and step, for messages.
         fused: see `rule_for`.
 
     Returns:
-        (the optimizer to step, the binding of the parameters, the shards' update rule as text).
+        (the optimizer for the loop, the binding of the parameters, the shards' update rule as text).
 
     Raises:
         ConfigError: the optimizer cannot be used under this strategy.
@@ -77,20 +77,20 @@ def take_over(
     return wrapped, binding, rule.text(binding.ranges(groups))
 
 
-def several(given: Any, kind: type[K]) -> list[K]:
-    """The objects of that type that `Session.wrap` was given, alone or in a list. Raises ConfigError."""
-    several = list(given) if isinstance(given, list | tuple) else [given]
-    for one in several:
-        if not isinstance(one, kind):
+def as_list(argument: Any, kind: type[K]) -> list[K]:
+    """The arguments of `Session.wrap` as a list. Raises ConfigError unless all are of that type."""
+    items = list(argument) if isinstance(argument, list | tuple) else [argument]
+    for item in items:
+        if not isinstance(item, kind):
             raise ConfigError(
-                f"session.wrap: got {type(one).__name__}, expected a torch {kind.__name__}, or a list of "
+                f"session.wrap: got {type(item).__name__}, expected a torch {kind.__name__}, or a list of "
                 "them; for numpy arrays there is session.exchange"
             )
-        if isinstance(one, nn.Module):
-            _check_made(one)
-    if not several:
+        if isinstance(item, nn.Module):
+            _check_made(item)
+    if not items:
         raise ConfigError(f"session.wrap: got an empty list, expected at least one torch {kind.__name__}")
-    return several
+    return items
 
 
 def _check_made(module: nn.Module) -> None:
@@ -104,19 +104,19 @@ def _check_made(module: nn.Module) -> None:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Takes the place of a user's optimizer in the loop, while the servers make its updates.
+    """Replaces a user's optimizer in the loop, while the servers make its updates.
 
-    `step` pushes the gradients, and returns when the parameters of the next step are in the model. It reads the
-    learning rate from `param_groups` each time. Both optimizers share these, so a scheduler works on either.
-    `state` is empty: the servers hold the state of the update rule (momentum).
+    `step` pushes the gradients, and returns when the model has the parameters of the next step. Each step reads the
+    learning rate from `param_groups`, which both optimizers share, so a scheduler works on either. `state` is empty:
+    the servers hold the state of the update rule (momentum).
 
     Args:
         inner: the user's optimizer, whose `step` is no longer called.
         rule: the update rule that the servers apply instead.
-        step: gives a step to the worker; see `Step`.
-        watch: checks the parameters that are exchanged; None checks nothing.
-        where: returns the names of worker and step, for messages.
-        moves: whether parameters without a gradient may change in a step, whatever the rule is.
+        step: submits a step to the worker; see `Step`.
+        watch: checks the exchanged parameters; None checks nothing.
+        where: returns the worker and step, for messages.
+        moves: whether a step may change parameters without a gradient, whatever the rule.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: an option besides the learning rate has changed, or the rates of groups have changed
                 by different factors; or the script has changed parameters, gradients or groups in a way
                 that the servers do not see. The step is not made.
-            GradstreamError: the run has ended with this error, on this worker or another one.
+            GradstreamError: the error that ended the run, on any worker.
         """
         loss = None
         if closure is not None:
@@ -229,10 +229,9 @@ def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 class StepBinding(ModuleBinding):
-    """A `ModuleBinding` for an optimizer that makes its steps on the worker; it hands over the length of each step.
+    """A `ModuleBinding` for an optimizer that steps on the worker: it submits the difference of each step.
 
-    The difference before - after is the gradient of an SGD step at rate 1 that makes the same step, up to the
-    rounding of w - (w - w').
+    SGD at rate 1 with the gradient before - after makes the same step, up to the rounding of w - (w - w').
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -240,7 +239,7 @@ class StepBinding(ModuleBinding):
         self._shown = self._before = torch.empty(0)
 
     def begin_step(self) -> None:
-        """Remembers the parameters before the optimizer's step. Called from the user's thread."""
+        """Saves the parameters before the optimizer's step. Called from the user's thread."""
         if len(self._before) != len(self._shown):
             self._before = torch.empty_like(self._shown)
         self._before.copy_(self._shown)
@@ -251,28 +250,28 @@ class StepBinding(ModuleBinding):
         self._shown = parameters
 
     def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """Writes before - after, and sets the parameters back to those before the step."""
+        """Writes before - after, and restores the parameters from before the step."""
         before = self.layout.views(self._before)
         for parameter, (_, was), (_, view) in zip(
             self._parameters, before, self.layout.views(gradient), strict=True
         ):
             torch.sub(was, parameter.detach(), out=view)
-        self._shown.copy_(self._before)  # the worker makes the step, with those of the others
+        self._shown.copy_(self._before)  # the worker makes the step, together with the other workers' steps
 
 
 def around_each_step(
     optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[float], None]
 ) -> None:
-    """Calls functions before and after each step of an optimizer. It remains the user's own, with its state and hooks.
+    """Calls functions before and after each step of an optimizer, which keeps its state and hooks.
 
-    Its `step` is replaced by one that does the same in between, with closures, hooks and skipped parameters. So any
-    optimizer can be used, and the script may change its options, and drop or load its state. Checkpoints of the run do
-    not have that state: a script that is to be resumed saves and loads it itself.
+    Its `step` is wrapped, so closures, hooks and skipped parameters work for any optimizer, and the script may change
+    its options and drop or load its state. The run's checkpoints do not contain that state: a script that wants to
+    resume saves and loads it itself.
 
     Args:
         optimizer: the user's optimizer.
         before: called before each step.
-        after: called after each step, with the loss that the step has returned, NaN where it has returned none.
+        after: called after each step with the loss that the step returned, or NaN.
     """
     original = optimizer.step
 
@@ -287,7 +286,7 @@ def around_each_step(
 
 
 def _loss_of(result: Any) -> float:
-    """The loss that a step has returned, or NaN where it returned something else."""
+    """The loss that a step has returned; NaN if it returned something else."""
     try:
         return float(result.detach() if isinstance(result, torch.Tensor) else result)
     except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""`PartLink`: what the processes of a split model do together, for a loop of the user's own.
+"""`PartLink`: joint actions of the processes of a split model in a user's loop.
 
 agree     all parts are at the same point of the same script, with the same minibatch
 forward   each part computes its stages; all get the output
@@ -37,25 +37,25 @@ Act = Literal["split", "forward", "backward", "clip_grad_norm_", "close"]
 _ACTS: Sequence[Act] = ("split", "forward", "backward", "clip_grad_norm_", "close")
 
 NEAR = 1e-4
-"""Difference of two sums of an output's gradient, relative to its size, that may be rounding."""
+"""Relative difference between two sums of an output's gradient that rounding can explain."""
 
 
 @dataclass(slots=True, eq=False)
 class _Outputs:
-    """The tensors among a module's outputs with their graph, and their gradients once the loop has them."""
+    """The tensors among a module's outputs with their graph, and later their gradients from the loop."""
 
     tensors: list[torch.Tensor]
     gradients: Sequence[torch.Tensor | None] = ()
 
 
 class OutputHook:
-    """In place of a loss: keeps the module's outputs, and begins the backward pass with their gradients."""
+    """Stands in for a loss: keeps the module's outputs, and starts the backward pass from their gradients."""
 
     def __init__(self) -> None:
         self.last = _Outputs([])
 
     def __call__(self, outputs: Any, targets: object) -> torch.Tensor:
-        """A scalar whose backward pass is that of the outputs."""
+        """Returns a scalar whose backward pass is that of the outputs."""
         del targets
         self.last = _Outputs(_tensors_in(outputs))
         scalar: torch.Tensor = _Begin.apply(self.last, *self.last.tensors)  # type: ignore[no-untyped-call]
@@ -78,11 +78,9 @@ class PartPass:
     """A forward pass of this part.
 
     Args:
-        number: its number.
-        samples: number of samples.
         results: the tensors among the model's outputs.
-        saved: what the backward needs, by stage; {} where there is none, or it was made.
-        outputs: the same as `results` with their graph, on the part that has it.
+        saved: what the backward needs, by stage; {} if there is no backward, or it has run.
+        outputs: `results` with their graph, on the part that has it.
     """
 
     number: int
@@ -93,22 +91,22 @@ class PartPass:
 
 
 class PartLink:
-    """One process of a split model. The loop's thread calls its methods.
+    """One process of a split model. The user's thread calls its methods.
 
     Args:
         bridge: the worker beside the loop.
-        model: this part's model; the loss of the whole model is `hook`.
+        model: this part's model, whose loss is `hook`.
         hook: see `OutputHook`.
         names: node names of the processes, by part.
         pipeline_dtype: see `Session.split`.
-        seed: of random numbers of the passes; the same in all parts.
+        seed: seed of the random numbers in passes; the same in all parts.
         silence_s: see `PartChannel`.
 
     Attributes:
-        forms: how each tensor among the outputs depends on the number of samples.
+        forms: how the shape of each output tensor depends on the number of samples.
 
     Raises:
-        ConfigError: an output cannot travel.
+        ConfigError: an output cannot be sent to the other parts.
     """
 
     def __init__(
@@ -141,27 +139,27 @@ class PartLink:
     # ---- agreement ----------------------------------------------------------------------
 
     def agree(self, act: Act, *numbers: float, near: float = 0.0) -> None:
-        """Returns when all parts do the same.
+        """Waits until all parts do the same thing.
 
         Args:
             act: what this part does.
-            numbers: two at most; they must be equal in all parts, up to `near`.
+            numbers: at most two, which must be equal in all parts up to `near`.
 
         Raises:
             ReplicasDifferError: another part does something else.
         """
-        mine = torch.tensor([_ACTS.index(act), *numbers, *[0.0] * (2 - len(numbers))], dtype=torch.float64)
-        for part, theirs in zip(self._others, self._all_to_all(mine), strict=True):
-            if mine[0] != theirs[0]:
+        own = torch.tensor([_ACTS.index(act), *numbers, *[0.0] * (2 - len(numbers))], dtype=torch.float64)
+        for part, other in zip(self._others, self._all_to_all(own), strict=True):
+            if own[0] != other[0]:
                 raise ReplicasDifferError(
-                    f"part {self._model.part} of a split model does {act}, and part {part} {_ACTS[int(theirs[0])]}: "
+                    f"part {self._model.part} of a split model does {act}, and part {part} {_ACTS[int(other[0])]}: "
                     "expected the same calls of the model in the same order in every process. Look for code that "
                     "depends on session.rank or session.is_main: evaluate in all processes, and print in one"
                 )
-            if not torch.allclose(mine, theirs, rtol=0, atol=near, equal_nan=True):
+            if not torch.allclose(own, other, rtol=0, atol=near, equal_nan=True):
                 what = "gradients of its output" if act == "backward" else "inputs"
                 raise ReplicasDifferError(
-                    f"{act} of a split model: part {part} has other {what} than part {self._model.part}; expected "
+                    f"{act} of a split model: parts {part} and {self._model.part} have different {what}; expected "
                     "the same minibatch in every process: call session.shard(loader) after session.split, and seed "
                     "what the script draws"
                 )
@@ -173,12 +171,12 @@ class PartLink:
         return float(torch.stack(numbers).sum())
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Part 0's tensor, of float64, in all parts."""
-        given = self._all_to_all(tensor if self._model.part == 0 else torch.zeros_like(tensor))
-        return given[0] if self._model.part else tensor
+        """Broadcasts part 0's float64 tensor to all parts."""
+        received = self._all_to_all(tensor if self._model.part == 0 else torch.zeros_like(tensor))
+        return received[0] if self._model.part else tensor
 
     def _all_to_all(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that the other parts give for this one, in their order."""
+        """Exchanges tensors with the other parts. Returns theirs, in the order of the parts."""
 
         async def exchange(context: LoopContext) -> list[torch.Tensor]:
             give = [self._channel.give(part, mine) for part in self._others]
@@ -191,12 +189,11 @@ class PartLink:
     # ---- passes -------------------------------------------------------------------------
 
     def forward(self, parameters: torch.Tensor, batch: Batch, *, training: bool) -> PartPass:
-        """Computes the model for a minibatch, with all other parts.
+        """Computes the model for a minibatch, together with all other parts.
 
         Args:
             parameters: (E,), of this part.
-            batch: the minibatch.
-            training: in train() mode, and not in eval() mode.
+            training: whether the model is in train() mode.
         """
         model, samples = self._model, batch.num_samples
         values = Values(model, batch, [0, samples])
@@ -250,16 +247,16 @@ class PartLink:
 
         Args:
             made: the pass.
-            gradients: of its results; None if nothing depends on one.
+            gradients: gradients of its results; None for a result that nothing depends on.
             into: (E,), overwritten.
         """
         filled = [
-            torch.zeros_like(result) if one is None else one
-            for one, result in zip(gradients, made.results, strict=True)
+            torch.zeros_like(result) if gradient is None else gradient
+            for gradient, result in zip(gradients, made.results, strict=True)
         ]
         parts = [one for one in filled if one.is_floating_point()]
-        total = sum(float(one.sum(dtype=torch.float64)) for one in parts)
-        size = sum(float(one.abs().sum(dtype=torch.float64)) for one in parts)
+        total = sum(float(part.sum(dtype=torch.float64)) for part in parts)
+        size = sum(float(part.abs().sum(dtype=torch.float64)) for part in parts)
         self.agree("backward", made.number, total, near=min(0.5, NEAR * size))
         saved, made.saved = made.saved, {}
         made.outputs.gradients = gradients
@@ -278,7 +275,7 @@ class PartLink:
     # ---- the end ------------------------------------------------------------------------
 
     def write_final(self, parameters: torch.Tensor) -> None:
-        """Writes the final model of all parts into the run directory, as the same file as an unsplit one's."""
+        """Writes the final model of all parts into the run directory, in the same file as an unsplit model."""
         model = self._model
 
         async def run(context: LoopContext) -> None:
@@ -298,7 +295,7 @@ class PartLink:
 
 
 class _Stages:
-    """Implements `pipeline.executor.Stages`: computes beside the node, whose arithmetic thread waits for the loop."""
+    """Implements `pipeline.executor.Stages` in its own thread: the node's arithmetic thread waits for the loop."""
 
     def __init__(
         self,
@@ -335,14 +332,14 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _forms_of(model: PartModel) -> list[Form]:
-    """The form of each tensor among the outputs. Raises ConfigError for one that cannot travel to the other parts."""
+    """The form of each output tensor. Raises ConfigError for one that cannot be sent to the other parts."""
     nodes: list[fx.Node] = []
     fx.map_arg(model.plan.graph.output.args[0], nodes.append)
     forms = [form_of(node) for node in nodes]
     for node, form in zip(nodes, forms, strict=True):
         if form is None:
             raise ConfigError(
-                f"session.split: the module's output {node} is no tensor with one axis that is the samples; expected "
-                "such tensors, or ones that do not depend on the number of samples, such as a mean loss"
+                f"session.split: the module's output {node} is not a tensor with exactly one sample axis; expected "
+                "such tensors, or tensors whose shape does not depend on the number of samples, such as a mean loss"
             )
     return [form for form in forms if form is not None]

@@ -1,8 +1,8 @@
-"""The state of a loop's own modules and optimizers, as named arrays that a run can save and send.
+"""The state of a user's modules and optimizers, as named arrays that a run can save and send.
 
-Where only gradients are exchanged, every worker has a whole replica, which its own optimizer updates. The run
-saves the replica in three parts: the modules' parameters, for the saved model; their buffers, averaged over the
-workers; and the state that only the loop needs to go on, for example momentum.
+If only gradients are exchanged, every worker has a whole replica, which its own optimizer updates. The run saves the
+replica in three parts: the modules' parameters, for the saved model; their buffers, averaged over the workers; and
+state that only a resumed loop needs, for example momentum.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gradstream.session.binding import GradientBinding
 from gradstream.session.gradient_vector import vector_of
 
 # ---- optimizer state ---------------------------------------------------------------------
-# The state of a loop's own optimizers in checkpoints: all that `state_dict()` has, as arrays and JSON.
+# The state of a user's optimizers in checkpoints: all of `state_dict()`, as arrays and JSON.
 #
-# A script that is resumed runs from its top: it sets the options of its parameter groups itself, and its schedulers
-# come to where they were. So of `param_groups`, only those entries are restored that the optimizer's own `step`
-# changes, such as the counters of Prodigy and of schedule-free optimizers.
+# A resumed script runs from its top: it sets the options of its parameter groups itself, and its schedulers reach
+# the same point again. So only those entries of `param_groups` are restored that the optimizer's own `step` changes,
+# such as the counters of Prodigy and of schedule-free optimizers.
 
 PLAIN = EXTRA + "plain"
-"""Name of the array that holds all that is no tensor, as JSON."""
+"""Name of the array that holds everything but tensors, as JSON."""
 
 Entry = tuple[int, str]
 """An entry of `param_groups`: number of the group, and its key."""
@@ -55,7 +55,7 @@ class OptimizerStates:
         self._checked: set[int] = set()
 
     def watch(self, *, check: bool) -> None:
-        """Finds out, from now on, which entries of its groups each optimizer's own `step` changes.
+        """Records from now on which entries of its groups each optimizer's own `step` changes.
 
         Args:
             check: raises ConfigError after an optimizer's first step if `saved` would.
@@ -74,14 +74,16 @@ class OptimizerStates:
             ConfigError: a state has a value that is neither a tensor nor a plain one.
         """
         arrays: Arrays = {}
-        plain = [_encode(self._told(i), f"optimizer.{i}", arrays) for i in range(len(self._optimizers))]
+        plain = [
+            _encode(self._saved_state(i), f"optimizer.{i}", arrays) for i in range(len(self._optimizers))
+        ]
         return {**arrays, PLAIN: np.frombuffer(json.dumps(plain).encode(), np.uint8)}
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Sets what `saved` has returned; does nothing where it is not there.
+        """Restores the arrays of `saved`; does nothing if they are missing.
 
         Raises:
-            DataError: another version of gradstream has written it, or it is of another number of optimizers.
+            DataError: another version of gradstream wrote them, or the number of optimizers differs.
         """
         if PLAIN not in arrays:
             return
@@ -91,11 +93,11 @@ class OptimizerStates:
                 f"the checkpoint does not have the state of {len(self._optimizers)} optimizers in the form of this "
                 "version of gradstream: resume the run with the version, and the script, that wrote it"
             )
-        for number, one in enumerate(plain):
-            self._load(number, _decode(one, arrays))
+        for number, encoded in enumerate(plain):
+            self._load(number, _decode(encoded, arrays))
 
-    def _told(self, number: int) -> dict[str, Any]:
-        """The optimizer's state dict, with those entries of its groups alone that its `step` changes."""
+    def _saved_state(self, number: int) -> dict[str, Any]:
+        """The optimizer's state dict; of its groups, only entries that its `step` changes."""
         told = self._optimizers[number].state_dict()
         groups = told["param_groups"]
         return {
@@ -117,7 +119,7 @@ class OptimizerStates:
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict({**optimizer.state_dict(), **told})
             return
-        # torch's own casts states to their parameter's dtype: float32 ones of bfloat16 parameters would lose bits.
+        # torch's own casts states to their parameter's dtype: float32 states of bfloat16 parameters would lose bits.
         owners = dict(enumerate((p, group) for group in groups for p in group["params"]))
         before = dict(optimizer.state)
         optimizer.state.clear()
@@ -149,10 +151,10 @@ class OptimizerStates:
         self._counters[number].update(changed)
         if number not in self._checked:
             self._checked.add(number)
-            _encode(self._told(number), f"optimizer.{number}", None)
+            _encode(self._saved_state(number), f"optimizer.{number}", None)
 
     def _entries(self, number: int) -> dict[Entry, Any]:
-        """What can be compared later of all entries: lists as copies, of a tensor its identity and version."""
+        """All entries in a form to compare later: lists as copies, tensors by identity and version."""
         return {
             (index, key): (id(value), value._version)
             if isinstance(value, torch.Tensor)
@@ -166,11 +168,11 @@ class OptimizerStates:
 
 
 def _encode(value: Any, where: str, arrays: Arrays | None) -> Any:
-    """The value as JSON: what is no plain value is a list that begins with its kind.
+    """The value as JSON. Anything but a plain value becomes a list that begins with its kind.
 
     Args:
         where: the value's place, for names and messages.
-        arrays: gets the tensors; None leaves them out, to find out whether all can be saved.
+        arrays: receives the tensors; None skips them, to test whether everything can be saved.
 
     Raises:
         ConfigError: a value can be saved neither as an array nor as JSON.
@@ -181,7 +183,7 @@ def _encode(value: Any, where: str, arrays: Arrays | None) -> Any:
         return value
     if isinstance(value, torch.Tensor) and not value.is_quantized:
         name = f"{EXTRA}{where}"
-        while arrays and name in arrays:  # of the keys 1 and "1"
+        while arrays and name in arrays:  # keys 1 and "1" have the same name
             name += "'"
         if arrays is not None:
             arrays.update(arrays_of(name, value))
@@ -192,7 +194,7 @@ def _encode(value: Any, where: str, arrays: Arrays | None) -> Any:
         return ["dict", [[_encode(k, where, arrays), _encode(v, f"{where}.{k}", arrays)] for k, v in pairs]]
     kind = "tuple" if isinstance(value, torch.Size) else type(value).__name__
     if _SEQUENCES.get(kind) is type(value) or isinstance(value, torch.Size):
-        return [kind, [_encode(one, f"{where}.{i}", arrays) for i, one in enumerate(value)]]
+        return [kind, [_encode(item, f"{where}.{i}", arrays) for i, item in enumerate(value)]]
     raise ConfigError(
         f"checkpoint: {where}, of the state of an optimizer, is a {type(value).__name__}; expected a tensor, a number, "
         "text or None, or a list or dict of these: store it as one of them or keep it outside of the optimizer's "
@@ -213,23 +215,23 @@ def _decode(value: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
         set_tensor(name, tensor, arrays)
         return tensor
     if kind == "dict":
-        return {_decode(key, arrays): _decode(one, arrays) for key, one in rest[0]}
-    return _SEQUENCES[kind](_decode(one, arrays) for one in rest[0])
+        return {_decode(key, arrays): _decode(item, arrays) for key, item in rest[0]}
+    return _SEQUENCES[kind](_decode(item, arrays) for item in rest[0])
 
 
 def _placed(value: Any, before: Any, owner: torch.Tensor | None, on_cpu: str, key: Any = None) -> Any:
-    """The value with tensors where the optimizer has them: beside those of `before`, or else beside their parameter.
+    """The value with tensors on the optimizer's devices: those of `before`, or else their parameter's.
 
     Args:
-        owner: the parameter that the state belongs to; None if it belongs to none.
-        on_cpu: key of the tensor that stays in main memory: torch's optimizers count there.
+        owner: the parameter that the state belongs to, or None.
+        on_cpu: key of the tensor that stays in main memory, the step counter of torch's optimizers.
         key: key of the value in its state.
     """
     if isinstance(value, dict):
         was = before if isinstance(before, dict) else {}
-        return {k: _placed(one, was.get(k), owner, on_cpu, k) for k, one in value.items()}
+        return {k: _placed(item, was.get(k), owner, on_cpu, k) for k, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_placed(one, None, owner, on_cpu) for one in value)
+        return type(value)(_placed(item, None, owner, on_cpu) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(before, torch.Tensor):
@@ -248,15 +250,15 @@ Array = np.ndarray[Any, Any]
 
 
 class ReplicaBinding(GradientBinding):
-    """Presents the modules and optimizers of a loop to the run, where the loop's own optimizers make the steps.
+    """Presents a loop's modules and optimizers to a run in which the loop's own optimizers make the steps.
 
     Args:
-        modules: modules of the loop. If there are several, names begin with their number: "1.fc.weight".
+        modules: the loop's modules. With several, names begin with their number: "1.fc.weight".
         optimizers: optimizers whose state a resumed run restores.
 
     Attributes:
         parameters: all parameters of the modules and optimizers, each once, under its first name.
-        names: the names of `parameters`, those with a place in the vector first.
+        names: names of `parameters`: first those with a place in the vector.
         vector: the vector that a round carries.
         states: the state of the optimizers.
 
@@ -294,7 +296,7 @@ class ReplicaBinding(GradientBinding):
         return _arrays(self._all_parameters())
 
     def buffers(self) -> Arrays:
-        """See `ParameterBinding.buffers`. While the loop runs, they are those of its last step."""
+        """See `ParameterBinding.buffers`. While the loop runs, returns those of its last step."""
         state = [(name, tensor) for name, tensor in self._state() if not isinstance(tensor, nn.Parameter)]
         return _arrays((name, self._snapshot.get(id(buffer), buffer)) for name, buffer in state)
 
@@ -335,7 +337,7 @@ class ReplicaBinding(GradientBinding):
         return {**buffers, **self.states.saved()}
 
     def load_fixed(self, frozen: Buffers) -> None:
-        """Sets the arrays that `saved` and `extra` have returned; ignores other names."""
+        """Restores the arrays of `saved` and `extra`; ignores other names."""
         for name, parameter in self._all_parameters():
             set_tensor(name, parameter, frozen)
         for name, buffer in self._unsaved():
@@ -348,7 +350,7 @@ class ReplicaBinding(GradientBinding):
                 yield from group["params"]
 
     def _all_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters under every name of a state dict; then those that only an optimizer has."""
+        """Parameters under every name of a state dict, then those that only an optimizer has."""
         for name, tensor in self._state():
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
@@ -375,4 +377,4 @@ class ReplicaBinding(GradientBinding):
 
 
 def _arrays(tensors: Iterable[tuple[str, torch.Tensor]]) -> Arrays:
-    return {key: array for name, one in tensors for key, array in arrays_of(name, one).items()}
+    return {key: array for name, tensor in tensors for key, array in arrays_of(name, tensor).items()}

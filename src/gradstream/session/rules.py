@@ -1,7 +1,7 @@
-"""Finds the update rule for the shards that does the same as an optimizer of `torch.optim`.
+"""Finds the shards' update rule that is equivalent to an optimizer of `torch.optim`.
 
-Where there is none, the optimizer itself runs on each worker, and the shards' rule is `STEPS`: workers push
-how far each step has gone. Some strategies cannot use such pushes (`objection`).
+Without an equivalent rule, the optimizer runs on each worker, which pushes the difference that each step makes, and
+the shards' rule is `STEPS`. Some strategies cannot use such pushes (`objection`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _adagrad(group: Group) -> Optimizer:
     return Adagrad(1.0, eps=group["eps"], initial_accumulator=start, weight_decay=group["weight_decay"])
 
 
-# The learning rate travels with each push, so it is not part of a rule: 1.0 stands in its place.
+# Each push brings its learning rate, so it is not part of a rule, which has 1.0 instead.
 _RULES: dict[type[torch.optim.Optimizer], Callable[[Group], Optimizer]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
@@ -67,13 +67,13 @@ _RULES: dict[type[torch.optim.Optimizer], Callable[[Group], Optimizer]] = {
 
 _MUST_BE_OFF = ("maximize", "amsgrad", "lr_decay", "differentiable", "capturable")
 
-# These do not change the result of a step: any value is accepted.
+# Options that do not change the result of a step: any value is accepted.
 _NOT_OPTIONS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "name", "param_names"})
 
 RATIO_TOLERANCE = 1e-6
 
 SMALL_ELEMS = 64
-"""A tensor of so many elements is described by all of them."""
+"""Tensors of at most this many elements are described by all of their elements."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -85,28 +85,28 @@ STEPS = SGD(lr=1.0)
 
 @dataclass(frozen=True, slots=True)
 class ServerRule:
-    """The update rule by which the servers replace an optimizer.
+    """The servers' update rule in place of an optimizer.
 
     Args:
-        optimizer: rule of its first group; each push brings its own learning rate in place of this `lr`.
-        groups: for each group, the fields of the rule that differ from the first group's, and "lr_scale",
-            its learning rate divided by the first group's.
+        optimizer: rule of the first group. Each push brings the learning rate that replaces its `lr`.
+        groups: for each group, the fields of the rule that differ from the first group's, and "lr_scale", its
+            learning rate divided by the first group's.
     """
 
     optimizer: Optimizer
     groups: tuple[Mapping[str, Any], ...] = ({},)
 
     def text(self, ranges: Sequence[Range]) -> str:
-        """The rule as text, to be sent.
+        """The rule as text, for sending.
 
         Args:
-            ranges: (number of the group, start, stop) of each part of the flat vector.
+            ranges: (group, start, stop) of each part of the flat vector.
         """
         own = [{"match": str(index), **group} for index, group in enumerate(self.groups) if group]
         return text_of_optimizer(self.optimizer, own, ranges if own else ())
 
     def moves(self, index: int) -> bool:
-        """Whether parameters of this group may move in a step without a gradient."""
+        """Whether a step may change parameters of this group that have no gradient."""
         return not skips_zeros(self._of(index))
 
     def takes_sparse(self, index: int) -> bool:
@@ -120,10 +120,10 @@ class ServerRule:
         return rule
 
     def rate(self, groups: Sequence[Group]) -> float:
-        """The learning rate to send, that of the first group.
+        """The first group's learning rate, which is sent.
 
         Raises:
-            ConfigError: the rates of other groups have not kept their ratio to it.
+            ConfigError: the ratio of another group's rate to it has changed.
         """
         first = float(groups[0]["lr"])
         for index, (group, own) in enumerate(zip(groups, self.groups, strict=True)):
@@ -139,7 +139,7 @@ class ServerRule:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
-    """The update rule that does the same as an optimizer.
+    """The update rule that is equivalent to an optimizer.
 
     Raises:
         ConfigError: there is none, or the optimizer has options that the shards do not know, or its groups
@@ -172,20 +172,22 @@ def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
                 )
             own["lr_scale"] = rate / rates[0]
         groups.append(own)
-    groups_of([{"match": "*", **own} for own in groups if own], rules[0])  # says what must be the same
+    groups_of(
+        [{"match": "*", **own} for own in groups if own], rules[0]
+    )  # raises if options must be the same
     return ServerRule(rules[0], tuple(groups))
 
 
 def rule_for(
     optimizer: torch.optim.Optimizer, strategy: Strategy, workers: int, *, fused: bool = True
 ) -> ServerRule | None:
-    """The update rule of an optimizer under a strategy; None if the optimizer runs on each worker.
+    """The shards' update rule for an optimizer; None if the optimizer runs on each worker.
 
     Args:
         optimizer: the user's optimizer.
         strategy: strategy of the run.
         workers: number of workers.
-        fused: the shards make the updates, where they have a rule that does the same.
+        fused: let the shards make the updates if they have an equivalent rule.
 
     Raises:
         ConfigError: neither is possible; the message says why.
@@ -213,7 +215,7 @@ def rule_for(
 
 
 def objection(strategy: Strategy, workers: int) -> str:
-    """Why workers cannot push steps of their own optimizers under a strategy; "" if they can."""
+    """The reason why workers cannot push steps of their own optimizers under a strategy; "" if they can."""
     traits = traits_of_strategy(strategy, workers)
     if isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients":
         if set(strategy.outer_optimizer(Adam()).state_names) & set(Adam().state_names):
@@ -222,7 +224,7 @@ def objection(strategy: Strategy, workers: int) -> str:
         for option, off in (("local_lr", None), ("local_momentum", 0.0)):
             if getattr(strategy, option, off) != off:
                 traits["local rate"] = f"{option}={getattr(strategy, option)}"
-        from gradstream.server.aggregation import PushHeader  # runs without servers do not import it
+        from gradstream.server.aggregation import PushHeader  # here: runs without servers do not import it
 
         late, early = (
             PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, base_version=r * 8) for r in range(2)
@@ -233,7 +235,7 @@ def objection(strategy: Strategy, workers: int) -> str:
 
 
 def is_fresh(optimizer: torch.optim.Optimizer, rule: Optimizer) -> bool:
-    """Whether the state of an optimizer is the one with which its rule on the shards begins."""
+    """True if the optimizer has no accumulated state."""
     for state in optimizer.state.values():  # Adagrad fills it before the first step
         if float(state.get("step", 1)) != 0:
             return False
@@ -243,21 +245,25 @@ def is_fresh(optimizer: torch.optim.Optimizer, rule: Optimizer) -> bool:
 
 
 def options_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The options that change an update, without the learning rate, for each group."""
+    """For each group, the options that change an update, without the learning rate."""
     return [{name: value for name, value in group.items() if name not in _NOT_OPTIONS} for group in groups]
 
 
 def description_of(*optimizers: object) -> str:
-    """Class and options of the optimizers without the rate, as text: it must be the same on all workers."""
-    options = [options_of(one.param_groups) for one in optimizers if isinstance(one, torch.optim.Optimizer)]
-    kinds = "+".join(sorted({type(one).__name__ for one in optimizers}))
+    """Class and options of the optimizers (without the rate) as text, to compare between workers."""
+    options = [
+        options_of(optimizer.param_groups)
+        for optimizer in optimizers
+        if isinstance(optimizer, torch.optim.Optimizer)
+    ]
+    kinds = "+".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
     return json.dumps({"class": kinds, "fields": {"options": _described(options)}})
 
 
 def _described(value: Any) -> str:
-    """The value as text that is the same in every process: without addresses, in an order that no hash gives."""
+    """The value as text that is equal in every process: free of addresses and hash order."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_described(key)}: {_described(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_described(key)}: {_described(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_described, value)) + "]"
     if isinstance(value, set | frozenset):

@@ -1,13 +1,13 @@
-"""`join()`: runs a training loop of the user's own on many workers.
+"""`join()`: runs a user's training loop on many workers.
 
     session = gradstream.join()
     model, optimizer = session.wrap(model, optimizer)
 
-The loop stays as it is. A worker in another thread of the same process exchanges gradients or parameters, as
-the strategy says: `synchronous` and `allreduce` average the gradients at the end of each backward; under `local-sgd`,
-`gossip`, `push-sum` and `noloco` the script's optimizer makes H steps, and the H-th one returns with the parameters of
-the next round; the other strategies take gradients at `optimizer.step()`, which returns with the parameters of the next
-step. In a script that plain `python` runs, a session does nothing at all.
+The loop stays as it is. A worker in another thread of the same process exchanges gradients or parameters, depending
+on the strategy: `synchronous` and `allreduce` average the gradients at the end of each backward; under `local-sgd`,
+`gossip`, `push-sum` and `noloco` the script's optimizer makes H steps, the last of which returns with the parameters
+of the next round; the other strategies take gradients at `optimizer.step()`, which returns with the parameters of the
+next step. In a script run by plain `python`, a session does nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Session:
     Attributes:
         rank: number of this worker, from 0.
         world_size: number of workers.
-        step: number of steps that this worker has made, with those before the run was resumed. 0 in a
+        step: number of steps of this worker, including those before the run was resumed. Always 0 in a
             session of a single process, which does not count them.
-        resumed: whether the run goes on from a checkpoint.
+        resumed: whether the run was resumed from a checkpoint.
         is_main: whether this is the worker that should print and write files.
 
     Example:
@@ -55,62 +55,59 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Number of steps that this worker has made, with those before the run was resumed."""
+        """Number of steps of this worker, including those before the run was resumed."""
         return 0
 
     @property
     def resumed(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """Whether the run was resumed from a checkpoint."""
         return False
 
     def skip(self) -> bool:
         """Whether the next step was made before the run was resumed.
 
-        In a resumed run, the first calls return True, as many as this worker has made steps; then calls
-        return False. In a new run all calls return False:
+        In a resumed run, the first calls return True, one for each step that this worker has made; later calls return
+        False. In a new run all calls return False:
 
             for inputs, targets in loader:
                 if session.skip():
                     continue
 
-        So the loop runs through its data to where it was, without computing. If it changes other things by
-        step, such as a scheduler, it does so before `continue` too.
+        So the loop runs through its data to where it was, without computing. If it updates anything else in each step,
+        such as a scheduler, it has to do so before `continue` too.
         """
         return False
 
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
-        """Returns the model and the optimizer to use in place of yours. Call it once per session.
+        """Returns the model and the optimizer to use instead of yours. Call it once per session.
 
-        `synchronous` and `allreduce` return both unchanged. The state of the model is copied from worker 0,
-        and at the end of each backward `p.grad` is the mean over the samples of all workers; your optimizer
-        makes the step on every worker.
+        `synchronous` and `allreduce` return both unchanged. The model's state is copied from worker 0. After each
+        backward, `p.grad` is the mean over the samples of all workers, and every worker's optimizer makes the step.
 
-        `local-sgd`, `gossip`, `push-sum` and `noloco` return both unchanged too: your optimizer makes every step, on
-        this worker's own parameters, and after H of them these are exchanged. What the script changes in between is
-        exchanged with them. All workers begin with what worker 0 has made.
+        `local-sgd`, `gossip`, `push-sum` and `noloco` return both unchanged too: your optimizer makes every step on
+        this worker's own parameters, which are exchanged after every H steps, with any changes that the script has
+        made in between. All workers begin with worker 0's parameters.
 
-        Other strategies return an optimizer that exchanges parameters. They train the parameters that your
-        optimizer has and that require a gradient. All others (buffers, frozen parameters) stay each worker's
-        own; a saved model has the mean of the buffers, and the frozen parameters of worker 0. These
-        strategies overwrite parameters at each step. If the script has changed a parameter itself since the
-        last step, the next step raises an error.
+        Other strategies return an optimizer that exchanges parameters. They train your optimizer's parameters that
+        require a gradient. Buffers and frozen parameters remain separate on each worker; a saved model has the mean
+        of the buffers, and worker 0's frozen parameters. These strategies overwrite parameters at each step, so a step
+        raises an error if the script has changed a parameter itself since the last one.
 
-        Waits until all workers are there.
+        Waits until all workers have called it.
 
         Args:
             model: a module. Under `synchronous` and `allreduce` also a list or tuple of modules; under other
                 strategies in main memory, with float32 or float64 parameters.
-            optimizer: any optimizer but LBFGS, or a list or tuple of them. Under strategies other than these
-                two, the servers make the updates of `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad`, with
-                the learning rate that `param_groups` has at each step; wrap such an optimizer before its
-                first step. Any other optimizer runs on each worker, which pushes its steps; not every
-                strategy can use those.
+            optimizer: any optimizer but LBFGS, or a list or tuple of them. Under strategies that return another
+                optimizer, the servers make the updates of `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad`, with the
+                current learning rate of `param_groups`; wrap such an optimizer before its first step. Any other
+                optimizer runs on each worker, which pushes its steps; not every strategy can use those.
             fused: False runs any optimizer on each worker.
 
         Raises:
             ConfigError: the strategy cannot train this model or optimizer; the message says what to use.
-            RefusedError, DeadlineError, PeerLostError: the run did not come about; the message says which
-                worker is missing.
+            RefusedError, DeadlineError, PeerLostError: the run could not start; the message says which worker is
+                missing.
         """
         return model, optimizer
 
@@ -124,44 +121,44 @@ class Session:
 
         Every process runs the whole loop on the same minibatches: call it before `shard`. A call of the model gives
         each process the whole model's output, so `loss.backward()`, accumulation and evaluation stay as they are. The
-        module has the parameters and buffers of its part alone, under their names; the first values are those that
-        the whole module would have. At the end, the run directory has the whole model.
+        module has only the parameters and buffers of its part, under their usual names and with the initial values of
+        the whole module. At the end, the run directory has the whole model.
 
-        It is called in place of `wrap`, once per session, under "synchronous" or "allreduce", with
-        `checkpoint_every=None`. A session of a single process returns `build()`.
+        Call it instead of `wrap`, once per session, under "synchronous" or "allreduce", with `checkpoint_every=None`.
+        A session of a single process returns `build()`.
 
         Args:
             build: builds the module; it runs without memory for the tensors of other parts.
-            example: a minibatch of inputs, with the shapes of all later ones but for the number of samples: a
-                tensor, a tuple of arguments, or a dict of keyword arguments.
-            into: number of parts, which must be that of the processes.
-            pipeline_dtype: "float16" or "bfloat16" sends float32 activations of a training pass, and their
+            example: an example minibatch of inputs: a tensor, a tuple of arguments, or a dict of keyword arguments. In
+                later minibatches only the number of samples may differ.
+            into: number of parts, equal to the number of processes.
+            pipeline_dtype: "float16" or "bfloat16" sends float32 activations of training passes, and their
                 gradients, between parts in two bytes a number. None sends them as they are.
 
         Raises:
-            ConfigError: the module cannot be divided, with the line at fault; or the session cannot have one.
+            ConfigError: the module cannot be divided (the message names the line), or the session cannot split one.
         """
         del example, into, pipeline_dtype
         return build()
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`; of a model from `split`, by the norm over all of its parts.
+        """As `torch.nn.utils.clip_grad_norm_`; for a model from `split`, by the norm over all parts.
 
         Args:
             parameters: `model.parameters()`.
-            max_norm: greatest length of the gradient, > 0.
+            max_norm: largest norm of the gradient, > 0.
 
         Returns:
-            The length before.
+            The norm before clipping.
         """
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds up this worker's own gradients; the next backward outside averages their sum.
+        """Accumulates this worker's own gradients; the next backward outside averages the sum.
 
-        Use it to accumulate minibatches with one exchange for all of them. It matters only under
-        `synchronous` and `allreduce`; other strategies exchange at each step in any case.
+        Use it to accumulate several minibatches for a single exchange. It matters only under `synchronous` and
+        `allreduce`; other strategies exchange at each step in any case.
         """
         yield
 
@@ -179,12 +176,12 @@ class Session:
         """This worker's part of data that was made for one process.
 
         Args:
-            data: a `DataLoader` or any iterable of minibatches: minibatch k goes to worker k mod W, in
-                the order of one process, which must be the same on all workers (shard makes it so for a
-                DataLoader that shuffles). A map-style `Dataset`, an array or a tensor: sample i goes to
-                worker i mod W. A tuple of these: the part of each.
-            split: splits each minibatch instead: its sample i goes to worker i mod W. The number of steps
-                is that of one process, and a synchronous step has the samples of one minibatch.
+            data: a `DataLoader` or any iterable of minibatches: minibatch k goes to worker k mod W, in the order of
+                one process, which must be the same on all workers (shard ensures this for a DataLoader that
+                shuffles). A map-style `Dataset`, an array or a tensor: sample i goes to worker i mod W. A tuple of
+                these: the part of each.
+            split: splits each minibatch instead: its sample i goes to worker i mod W. The number of steps is that of
+                one process, and a synchronous step uses the samples of one minibatch.
         """
         return data
 
@@ -194,12 +191,12 @@ class Session:
         """Makes one step of numpy parameters, in place: use it instead of `w -= lr * gradient`.
 
         Args:
-            parameters: an array of float32 or float64, or a dict, list or tuple of arrays. They are written;
+            parameters: an array of float32 or float64, or a dict, list or tuple of arrays. They are updated in place:
                 pass the same arrays at each call. All workers must begin with the same values.
             gradients: arrays of the same shapes, each a mean over this worker's samples.
             rule: `gradstream.optim.SGD(lr)` or another update rule. Only its `lr` may change between calls.
-            samples: number of samples behind the gradients; None takes the length of the minibatches that
-                loaders of `shard` have given since the last step, or 1.
+            samples: number of samples in the gradients; None takes the length of the minibatches from loaders of
+                `shard` since the last step, or 1.
 
         Returns:
             `parameters`.
@@ -208,22 +205,21 @@ class Session:
         return self._updates.step(parameters, gradients, rule)
 
     def samples(self, count: float) -> None:
-        """Sets the number of samples behind the next step, where the session cannot count them, or its weight.
+        """Sets the number of samples of the next step, its weight, if the session's own count does not fit.
 
-        It is this worker's weight in the mean over workers: the number of tokens, or the sum of class weights,
-        that the loss is a mean over. 0 leaves this worker's gradient out: a mean over none is often NaN.
+        It is this worker's weight in the mean over workers: the number of tokens, or the sum of class weights, that the
+        loss is a mean over. 0 ignores this worker's gradient: a mean over nothing is often NaN.
 
-        Without this call, the session counts the samples of the minibatches that were taken from loaders of
-        `shard` since the last step, with gradients on. If there are none, it adds up the lengths of the first
-        tensor of the model's inputs, in training mode and with gradients on.
+        Without this call, the session counts the samples of minibatches taken from loaders of `shard` since the last
+        step, with gradients on. If there are none, it adds up the lengths of the model's first input tensor in calls in
+        training mode and with gradients on.
         """
 
     def log(self, /, **values: Any) -> None:
         """Logs figures of the loop, `session.log(loss=loss, accuracy=0.9)`. Call it at any time.
 
-        They are shown while the run goes on and at its end, in the report's curves and by trackers. Figures
-        of one name within a tenth of a second are averaged; of more than 64 names, the first 64 are kept. A
-        session of a single process ignores them.
+        They are shown during the run and at its end, in the report's curves and by trackers. Figures of one name within
+        a tenth of a second are averaged; only the first 64 names are kept. A session of a single process ignores them.
 
         Args:
             values: numbers or tensors of one element, by name. NaN is shown as NaN.
@@ -233,27 +229,27 @@ class Session:
         """
 
     def total(self, steps: int) -> None:
-        """Sets the number of steps of this worker in the whole run, such as `epochs * len(loader)`.
+        """Sets this worker's number of steps in the whole run, such as `epochs * len(loader)`.
 
-        The run then shows the time that is left; without it, the time that has passed.
+        The run then shows the remaining time; otherwise the elapsed time.
         """
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Inside, the model has the parameters that all workers share: those on the servers now.
+        """Inside this context, the model has the parameters that all workers share: the servers' current ones.
 
-        Under a strategy whose workers differ between steps, these are the common model. Each worker gets the
-        parameters of the moment at which it enters; under `local-sgd` those with which the round has begun. Under
-        `gossip`, `push-sum` and `noloco` nobody has a common model, and each worker sees its own.
+        Under a strategy whose workers differ between steps, these are the common model. Each worker gets the parameters
+        of the moment at which it enters the context; under `local-sgd`, those at the beginning of the round. Under
+        `gossip`, `push-sum` and `noloco` there is no common model, and each worker sees its own.
         """
         yield
 
     def close(self) -> None:
         """Ends training on this worker: call it after the last step.
 
-        Waits until all workers have made their last steps. Then the wrapped model has the final parameters,
-        the same on all workers. A step after `close` raises ClosedError; a second `close` does nothing. If the
-        script does not call `close`, the session is closed when the script ends.
+        Waits until all workers have made their last steps. Then the wrapped model has the final parameters, equal on
+        all workers. A step after `close` raises ClosedError; a second `close` does nothing. The end of the script
+        closes the session if the script has not.
         """
 
     def __enter__(self) -> Self:
@@ -272,4 +268,4 @@ class Session:
 
 
 class SingleProcessSession(Session):
-    """The session of a process that is no worker of a run: returns everything unchanged."""
+    """The session of a process that is not a worker of a run: returns everything unchanged."""

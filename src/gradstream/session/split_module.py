@@ -1,4 +1,4 @@
-"""`SplitModule`: the module that `session.split` returns. It has one part, and is called as the whole one.
+"""`SplitModule`: the module that `session.split` returns. It has one part, and is called like the whole module.
 
 output = model(x)   every process gets the whole model's output, and computes the loss
 loss.backward()     `p.grad` of this part's parameters, as that of the whole model
@@ -50,11 +50,11 @@ _BY_ELEMENT = tuple(
         "ASGD",
     )
 )
-"""Optimizers whose step of an element does not depend on other elements: a piece of a tensor is enough for them."""
+"""Optimizers that step each element independently of the others, so that a piece of a tensor is enough."""
 
 
 def batch_of(inputs: Any) -> Batch:
-    """The inputs of a module as a minibatch. Raises ConfigError if they are no tensors of as many samples."""
+    """The inputs of a module as a minibatch. Raises ConfigError unless they are tensors with equally many samples."""
     leaves = list(leaves_of(inputs))
     if not leaves or not all(isinstance(leaf, torch.Tensor) and leaf.dim() for _, leaf in leaves):
         raise ConfigError(
@@ -65,14 +65,14 @@ def batch_of(inputs: Any) -> Batch:
 
 
 class SplitModule(nn.Module):
-    """One part of a module. Parameters and buffers have the whole module's names; others are not there.
+    """One part of a module: its parameters and buffers, with their names in the whole module.
 
     Args:
         model: this part's model.
-        link: leads to the other parts.
-        parameters: (E,), which the module's parameters share.
-        example: inputs by which the model was cut.
-        stepped: called once a backward pass is complete, with the number of samples.
+        link: connection to the other parts.
+        parameters: (E,), the memory of the module's parameters.
+        example: the inputs with which the model was traced.
+        stepped: called with the number of samples after each complete backward pass.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class SplitModule(nn.Module):
         self._model, self._link, self._stepped = model, link, stepped
         self._flat = parameters
         self._example = example
-        self._noted: dict[nn.Parameter, tuple[int, int]] = {}  # each gradient as backward has left it
+        self._noted: dict[
+            nn.Parameter, tuple[int, int]
+        ] = {}  # each gradient's identity and version after backward
         self._trained = []
         for name, view in model.layout.views(parameters):
             parameter = nn.Parameter(view)
@@ -95,9 +97,9 @@ class SplitModule(nn.Module):
             put_tensor(self, name, parameter)
             self._trained.append(parameter)
         first = dict(self.named_parameters())
-        for name, one in model.second_names.items():
-            if one in first:
-                put_tensor(self, name, first[one])
+        for name, second_name in model.second_names.items():
+            if second_name in first:
+                put_tensor(self, name, first[second_name])
         self._frozen = []
         for stage in model.stages.values():
             for name, tensor in stage.fixed_tensors():
@@ -110,7 +112,8 @@ class SplitModule(nn.Module):
 
         Raises:
             ReplicasDifferError: another process has other inputs, or does something else.
-            ConfigError: the inputs are not like the example, or the script has done what parts cannot follow.
+            ConfigError: the inputs do not match the example, or the script has done something that the parts
+                cannot follow.
         """
         batch = batch_of(self._inputs(args, kwargs))
         self._check(batch)
@@ -129,20 +132,20 @@ class SplitModule(nn.Module):
         self._link.agree("clip_grad_norm_", max_norm)
         total = torch.tensor(self._link.sum(squares) ** 0.5, dtype=self._flat.dtype)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for one in gradients:
-            one.mul_(factor)
+        for gradient in gradients:
+            gradient.mul_(factor)
         for parameter in self._trained:
             self._note(parameter)
         return total
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raises ConfigError for a step that would not be the whole model's."""
+        """Raises ConfigError for a step that would differ from the whole model's."""
         if not self.has_any(optimizer):
             return
         kind = type(optimizer).__name__
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
-                "session.split: LBFGS needs all parameters at once; take SGD, Adam or another one"
+                "session.split: LBFGS needs all parameters at once; use SGD, Adam or another optimizer"
             )
         divided = [one.name for some in self._model.plan.pieces for one in some if one.axis is not None]
         if divided and type(optimizer) not in _BY_ELEMENT:
@@ -160,19 +163,19 @@ class SplitModule(nn.Module):
                 )
 
     def has_any(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has a parameter of this module."""
-        mine = {id(parameter) for parameter in self._trained}
-        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+        """Whether an optimizer has any parameter of this module."""
+        own = {id(parameter) for parameter in self._trained}
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def close(self) -> None:
-        """Writes the final model, with the other parts."""
+        """Writes the final model, together with the other parts."""
         self._link.agree("close")
         self._link.write_final(self._flat)
 
     # ---- passes -------------------------------------------------------------------------
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The inputs as the example has them."""
+        """The inputs in the form of the example."""
         if isinstance(self._example, dict) and not args:
             return dict(kwargs)
         if isinstance(self._example, tuple | list) and not kwargs:
@@ -199,7 +202,7 @@ class SplitModule(nn.Module):
             )
         if any(leaf.requires_grad for _, leaf in leaves_of(batch.inputs)):
             raise ConfigError(
-                "session.split: an input requires a gradient, which a split model does not give"
+                "session.split: an input requires a gradient, which a split model does not compute"
             )
         if torch.is_autocast_enabled("cpu"):
             raise ConfigError("session.split: torch.autocast does not reach the other parts; leave it out")
@@ -207,19 +210,19 @@ class SplitModule(nn.Module):
     def run_backward(
         self, made: PartPass, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The gradients of this part's parameters: None if the outputs do not depend on one."""
+        """The gradients of this part's parameters; None for a parameter that the outputs do not depend on."""
         into = torch.empty_like(self._flat)
         self._link.backward(made, gradients, into)
-        reached = self._reached(tuple(one is not None for one in gradients))
+        reached = self._reached(tuple(gradient is not None for gradient in gradients))
         for stage in self._model.stages.values():
             reached = reached.difference(stage.unused)
         views = self._model.layout.views(into)
-        found = [view.data if name in reached else None for name, view in views]  # each has its own version
+        results = [view.data if name in reached else None for name, view in views]  # each has its own version
         self._stepped(made.samples)
-        return found
+        return results
 
     def _reached(self, used: tuple[bool, ...]) -> set[str]:
-        """Names of the parameters on which some of the outputs depend."""
+        """Names of the parameters that some output depends on."""
         graph = self._model.plan.graph
         nodes: list[Node] = []
         map_arg(graph.output.args[0], nodes.append)
@@ -234,7 +237,7 @@ class SplitModule(nn.Module):
 
     @property
     def version(self) -> int:
-        """Grows with each change of a parameter."""
+        """A number that grows with each change of a parameter."""
         return sum(parameter._version for parameter in self._trained)
 
     def _note(self, parameter: nn.Parameter) -> None:
@@ -250,7 +253,7 @@ class _Through(torch.autograd.Function):
         ctx.module, ctx.made, ctx.version = module, made, module.version
         ctx.set_materialize_grads(False)
         results = tuple(made.results)
-        ctx.mark_non_differentiable(*(one for one in results if not one.is_floating_point()))
+        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         return results
 
     @staticmethod
@@ -271,7 +274,7 @@ def _state(gradient: torch.Tensor) -> tuple[int, int]:
 
 
 def _plain(tree: Any) -> Any:
-    """The same tree with lists, dicts and tuples of Python, which fx has replaced by its own."""
+    """The same tree with plain lists, dicts and tuples in place of fx's types."""
     if isinstance(tree, dict):
         return {key: _plain(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -282,27 +285,26 @@ def _plain(tree: Any) -> Any:
 
 
 # ---- splitting ---------------------------------------------------------------------------
-# Makes the part of a split model that one process of a session has.
+# Makes one process's part of a split model.
 
 
 class LoopSplit:
     """A part of a loop's model, before and while its process joins the run.
 
     Args:
-        part: of this process.
+        part: the part of this process.
         build, example, into, pipeline_dtype: see `Session.split`.
         processes: number of processes of the session.
-        job: of the run.
 
     Attributes:
-        binding: presents the loop to the run, in which parts exchange no parameters.
+        binding: presents the loop to the run, although parts exchange no parameters.
 
     Raises:
         ConfigError: see `Session.split`.
     """
 
     RULE = json.dumps({"class": "of each part", "fields": {}})
-    """In the place of the description of an optimizer, which the session does not see before its first step."""
+    """Stands in for the description of the optimizer, which the session does not see before its first step."""
 
     def __init__(
         self,
@@ -322,7 +324,7 @@ class LoopSplit:
         if into != processes:
             raise ConfigError(
                 f"session.split(into={into}) in a session of {processes} processes; expected into={processes}, or "
-                f"{into} processes: each has one part. Several replicas of a split model are a job of train(split=)"
+                f"{into} processes, one for each part. Several replicas of a split model need a job of train(split=)"
             )
         if job.checkpoint_every is not None:
             raise ConfigError(
@@ -335,15 +337,15 @@ class LoopSplit:
         self._model = PartModel(model, self._batch, into, part)
         check_encodable(
             self._model.plan, pipeline_dtype
-        )  # raises before this process joins, as the plan does
+        )  # raises before this process joins, as the plan would
         self.binding = _NoExchange()
 
     def join(self, bridge: LoopBridge, seed: int, stepped: Callable[[int], None]) -> SplitModule:
-        """Makes this process's part, with the values that the whole module would have.
+        """Makes this process's part, with the initial values of the whole module.
 
         Args:
             bridge: the worker beside the loop, which has joined the run.
-            seed: of the run.
+            seed: the run's seed.
             stepped: see `SplitModule`.
         """
         model = self._model
@@ -351,7 +353,7 @@ class LoopSplit:
         silence_s = self._deadlines.silence_s
         link = PartLink(bridge, model, self._hook, names, self._dtype, seed=seed, silence_s=silence_s)
         bridge.open(1, silent=True).zero_()
-        bridge.exchange(math.nan)  # now all parts answer
+        bridge.exchange(math.nan)  # waits until all parts answer
         shapes = repr([(path, leaf.shape, leaf.dtype) for path, leaf in leaves_of(self._batch.inputs)])
         link.agree("split", model.whole.fingerprint % 2**32, zlib.crc32(shapes.encode()))
         self._build.state = link.first(self._build.state.double()).to(torch.uint8)
@@ -364,11 +366,11 @@ class LoopSplit:
 
 
 class _Seeded:
-    """A build function that begins with one state of torch's generator, whichever seed is set.
+    """A build function that always starts from the same state of torch's generator.
 
     Attributes:
-        state: the state with which it begins.
-        after: the state with which it has ended, at its last call.
+        state: the generator state at the start.
+        after: the generator state at the end of the last call.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
@@ -376,7 +378,7 @@ class _Seeded:
         self._build = build
 
     def __call__(self) -> nn.Module:
-        with _disable_current_modes():  # a part is built in modes that would take the states for its tensors
+        with _disable_current_modes():  # a part is built in modes that would treat the states as its tensors
             torch.set_rng_state(self.state)
         module = self._build()
         with _disable_current_modes():
@@ -385,11 +387,11 @@ class _Seeded:
 
 
 class _NoExchange(GradientBinding):
-    """Rounds without gradients: they count steps, and keep the loops of the parts together."""
+    """Rounds without gradients, which count steps and keep the loops of the parts together."""
 
     def __init__(self) -> None:
         super().__init__(GradientVector({}, 0, torch.float64))
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Nothing: the parts have written the final model."""
+        """Returns nothing: the parts have written the final model."""
         return {}

@@ -1,10 +1,10 @@
-"""Connects the scripts that an engine has started (torchrun, srun, Kubernetes, or a process group of their own).
+"""Connects scripts that an engine has started (torchrun, srun, Kubernetes, or a process group of their own).
 
-Ranks and store are those of the user's own `init_process_group`, or else those that the engine has set in the
-environment. gradstream makes its process groups beside the user's, and shares nothing with it.
+Ranks and store come from the user's own `init_process_group`, or else from the engine's environment variables.
+gradstream's process groups are separate from the user's.
 
-On one machine, rank 0 writes the path of a file into the store that only this user can read. On several, each process
-joins as a machine does: see `StoreRendezvous`.
+On one machine, rank 0 puts into the store the path of a file that only this user can read. On several machines, each
+process joins as a machine would: see `StoreRendezvous`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from gradstream.untrusted import escaped, say
 # ---- rendezvous --------------------------------------------------------------------------
 # `StoreRendezvous`: lets processes that an engine has started on several machines find one another.
 #
-# A few bytes go through a key-value store of torch: that of the user's own process group, torchrun's, or one that
-# process 0 opens. Any process that reaches the store can read and write it, so no secret goes through it. All
-# processes know a token: with it process 0 signs its address and certificate, and each process joins as a machine
-# does.
+# They exchange a few bytes through a key-value store of torch: that of the user's process group, torchrun's, or one
+# that process 0 opens. Any process that reaches the store can read and write it, so no secret goes through it. All
+# processes know a token, with which process 0 signs its address and certificate; then each process joins as a machine
+# would.
 
 KEY = "gradstream/assignment"
-KEY_ROUNDS = 200_000  # of PBKDF2: makes it slow to find a weak token by trial
+KEY_ROUNDS = 200_000  # of PBKDF2: makes guessing a weak token slow
 NO_TOKEN = """\
 the workers are on several machines, and {engine} gives them no secret by which they could trust one another.
 Make one:
@@ -71,10 +71,9 @@ EXAMPLES = {
 
 
 class StoreRendezvous:
-    """The store, as one process uses it.
+    """One process's view of the store.
 
     Args:
-        place: place of this process.
         limit_s: the longest wait for another process, in seconds.
         token: the token; None takes it from the environment.
     """
@@ -98,13 +97,13 @@ class StoreRendezvous:
     # ---- process 0 ----------------------------------------------------------------------
 
     def others(self) -> list[dict[str, str]]:
-        """Host id and address of each other process with which the run begins, once all are there."""
+        """Waits for the other processes with which the run begins. Returns the host id and address of each."""
         ranks = range(1, self.place.least or self.place.size)
-        found = [json.loads(self._wait_for(_key_of(rank), rank)) for rank in ranks]
-        return [{key: str(one[key]) for key in ("host", "address")} for one in found]
+        messages = [json.loads(self._wait_for(_key_of(rank), rank)) for rank in ranks]
+        return [{key: str(message[key]) for key in ("host", "address")} for message in messages]
 
     def own_address(self, away: str) -> Address:
-        """The address at which the others reach this machine.
+        """The address at which other machines reach this one.
 
         Many systems give a machine's own name a loopback address, which other machines cannot reach.
 
@@ -112,7 +111,7 @@ class StoreRendezvous:
             away: address of a process on another machine.
 
         Raises:
-            ConfigError: neither the host that the engine names nor that address leads to one.
+            ConfigError: neither the engine's host name nor a route to `away` yields such an address.
         """
         for host in filter(None, (self.place.host, away)):
             try:
@@ -128,22 +127,22 @@ class StoreRendezvous:
         )
 
     def say(self, what: Mapping[str, str]) -> None:
-        """Tells all others something that nobody needs to trust."""
+        """Sends the other processes a message that nobody needs to trust."""
         self._store.set(KEY, json.dumps(what))
 
     def say_where(self, address: str, fingerprint: str) -> None:
-        """Tells all others where they join, signed with the token."""
+        """Tells the other processes where to join, in a message signed with the token."""
         nonce, text = secrets.token_hex(16), json.dumps({"address": address, "fingerprint": fingerprint})
         self.say({"signed": text, "nonce": nonce, "proof": proof_of(self.token(), nonce, text)})
 
     # ---- the others ---------------------------------------------------------------------
 
     def heard(self) -> dict[str, Any]:
-        """Says that this process is there, and waits for what process 0 says.
+        """Announces this process, and waits for process 0's message.
 
         Raises:
             ConfigError: process 0 could not begin the run.
-            DeadlineError: it has said nothing in time.
+            DeadlineError: process 0 has sent nothing in time.
         """
         me = {"host": host_id(), "address": self._route()}
         self._store.set(_key_of(self.place.rank), json.dumps(me))
@@ -153,7 +152,7 @@ class StoreRendezvous:
         return said
 
     def where(self, said: Mapping[str, Any]) -> tuple[Address, str]:
-        """Address and fingerprint in a message of `say_where`. Raises ConfigError unless the token has signed it."""
+        """Address and fingerprint in a message of `say_where`. Raises ConfigError unless the token signed it."""
         text = str(said["signed"])
         if not hmac.compare_digest(proof_of(self.token(), str(said["nonce"]), text), str(said["proof"])):
             raise ConfigError(
@@ -164,7 +163,7 @@ class StoreRendezvous:
         return Address.parse(str(at["address"]), "rank 0"), str(at["fingerprint"])
 
     def _route(self) -> str:
-        """Address of this machine on the route to process 0; "" if its host is not known, or leads nowhere."""
+        """This machine's address on the route to process 0; "" if process 0's host is unknown or unreachable."""
         try:
             return local_address(Address(self.place.host)) if self.place.host else ""
         except OSError:
@@ -189,28 +188,28 @@ def proof_of(token: str, nonce: str, text: str) -> str:
 
 
 def _store(place: Place, limit_s: float) -> Any:
-    """The store of a run's processes. If this one has opened it, it stays until this one ends: others may read it."""
+    """The store of a run's processes. If this process opens it, the store stays until this process ends."""
     from torch.distributed.rendezvous import rendezvous
 
     dist: Any = torch.distributed
     limit = timedelta(seconds=limit_s)
     if dist.is_available() and dist.is_initialized():
-        found = dist.distributed_c10d._get_default_store()
+        store = dist.distributed_c10d._get_default_store()
     else:
         with _waiting(place, limit_s):
-            if place.engine == "torchrun":  # its agent may have opened one already
-                found, _, _ = next(iter(rendezvous("env://", place.rank, place.size, timeout=limit)))
+            if place.engine == "torchrun":  # its agent may have opened a store already
+                store, _, _ = next(iter(rendezvous("env://", place.rank, place.size, timeout=limit)))
             else:
-                found = dist.TCPStore(
+                store = dist.TCPStore(
                     place.host, place.port, None, place.rank == 0, timeout=limit, wait_for_workers=False
                 )
-    _stores.append(dist.PrefixStore("gradstream", found))
+    _stores.append(dist.PrefixStore("gradstream", store))
     return _stores[-1]
 
 
 @contextmanager
 def _waiting(place: Place, limit_s: float) -> Iterator[None]:
-    """Says whom this process waits for, if it takes `SAY_S`. Raises DeadlineError where torch's store is not made."""
+    """Reports whom this process waits for after `SAY_S`. Raises DeadlineError if torch cannot open the store."""
     others = ", ".join(f"rank {rank}" for rank in range(min(place.size, 9)) if rank != place.rank)
     at = f"{os.environ.get('MASTER_ADDR', place.host)}:{os.environ.get('MASTER_PORT', place.port)}"
     told = threading.Timer(
@@ -235,7 +234,7 @@ def _waiting(place: Place, limit_s: float) -> Iterator[None]:
 
 
 SAY_S = 10.0
-"""Seconds after which a process that waits says so."""
+"""Seconds after which a waiting process says so."""
 
 
 _stores: list[Any] = []
@@ -246,7 +245,7 @@ _stores: list[Any] = []
 
 
 def of_process_group() -> Place | None:
-    """The place in the user's process group; None if there is none, or it has one process."""
+    """The place in the user's process group; None without a group of several processes."""
     dist = torch.distributed
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -260,7 +259,7 @@ def of_process_group() -> Place | None:
 
 
 def take_part(job: Job, place: Place) -> tuple[WorkerPlacement, Host | None]:
-    """Joins the run as the worker of this rank. Returns its placement, and the host or guest to keep until the end.
+    """Joins the run as the worker of this rank. Returns its placement, and the host or guest (kept until the end).
 
     Rank 0 runs coordinator and servers as processes of its own. They listen on loopback, unless there are
     ranks on another machine.
@@ -271,17 +270,17 @@ def take_part(job: Job, place: Place) -> tuple[WorkerPlacement, Host | None]:
 
     Raises:
         ConfigError: there are several machines, and no token.
-        DeadlineError, PeerLostError, JoinRefusedError: the run did not come about.
+        DeadlineError, PeerLostError, JoinRefusedError: the run could not start.
     """
     rendezvous = StoreRendezvous(place, job.deadlines.join_s + 60.0)  # a process imports torch first
     return _host(job, rendezvous) if place.rank == 0 else _follow(job, rendezvous)
 
 
 def _host(job: Job, rendezvous: StoreRendezvous) -> tuple[WorkerPlacement, Host]:
-    """Joins as rank 0. Tells the other ranks about an error."""
+    """Joins as rank 0, and reports an error to the other ranks."""
     size = rendezvous.place.size
     try:
-        away = [one["address"] for one in rendezvous.others() if one["host"] != host_id()]
+        away = [other["address"] for other in rendezvous.others() if other["host"] != host_id()]
         host = Host(job, listening=_listening(rendezvous, away[0]) if away else None)
         spec, coordinator = host.start()
     except Exception as error:
@@ -304,7 +303,7 @@ def _follow(job: Job, rendezvous: StoreRendezvous) -> tuple[WorkerPlacement, Hos
 
 
 def _listening(rendezvous: StoreRendezvous, away: str) -> Listening:
-    """Where the others join: each process as a machine of its own."""
+    """Where the other processes join, each as a machine of its own."""
     return Listening(
         address=rendezvous.own_address(away),
         machines=rendezvous.place.size,
@@ -316,12 +315,12 @@ def _listening(rendezvous: StoreRendezvous, away: str) -> Listening:
 
 
 # ---- engine ------------------------------------------------------------------------------
-# A job file whose processes an engine has started, one on each machine: process 0 trains, the others join it.
+# A job file that an engine runs in one process on each machine: process 0 trains, the others join it.
 #
 #     gradstream train JOB.py      in every process of torchrun, srun or an indexed Job of Kubernetes
 #
-# A job that the engine starts again, under the same name or with the same run directory, goes on from its newest
-# checkpoint, by the options that it has now.
+# If the engine restarts the job with the same name or run directory, it continues from its newest checkpoint, with
+# its current options.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,10 +329,10 @@ class Together:
 
     Args:
         place: place of this process.
-        workers_per_machine: workers of each process; None gives each one, or divides those of the job.
-        servers_on: see `Listening`. By default process 0 has all shards: an engine that takes a process away sends it
-            SIGTERM, and only a process without a shard can leave.
-        wait_s: seconds within which the other processes have to be there.
+        workers_per_machine: workers of each process; None means one each, or an equal share of the job's workers.
+        servers_on: see `Listening`. By default process 0 has all shards: an engine removes a process by SIGTERM, and
+            only a process without a shard can leave.
+        wait_s: seconds to wait for the other processes.
         token: the token; None takes it from the environment.
     """
 
@@ -344,11 +343,10 @@ class Together:
     token: str | None = None
 
     def lead(self, job: Job, *, workers: int | None, on_event: OnEvent | None = None) -> Run:
-        """Trains as process 0, or goes on with the run that this job of the engine had begun before.
+        """Trains as process 0, or resumes the run that this engine's job began earlier.
 
         Args:
-            job: the job.
-            workers: number of all workers, where the user has asked for one.
+            workers: total number of workers, if the user has set it.
             on_event: as for `train`.
 
         Raises:
@@ -362,7 +360,7 @@ class Together:
             options = {} if workers is None else {"workers": workers}
             if run_dir is not None and (run_dir / FINAL_MODEL).is_file():
                 raise ConfigError(
-                    f"{run_dir} has finished, so nothing is left to do; name another --run-dir to train anew"
+                    f"{run_dir} has finished, so nothing is left to do; pass another --run-dir to train again"
                 )
             total = listening.machines * listening.workers_per_machine
             if workers is None and not job.phases and job.workers * job.split not in (1, total):
@@ -391,12 +389,12 @@ class Together:
         )
 
     def _address(self, rendezvous: StoreRendezvous) -> Address:
-        """The address of this machine at which the others reach it; loopback where all are here."""
+        """The address at which other processes reach this machine; loopback if all are on it."""
         if self.place.least:  # others may come from other machines later
             own = local_address(Address(self.place.host))
             if is_loopback(self.place.host) or not is_loopback(own):
                 return Address(own)
-        away = [one["address"] for one in rendezvous.others() if one["host"] != host_id()]
+        away = [other["address"] for other in rendezvous.others() if other["host"] != host_id()]
         return rendezvous.own_address(away[0]) if away else Address("127.0.0.1")
 
     def follow(
@@ -406,13 +404,13 @@ class Together:
         on_note: Callable[[str], None],
         run_dir: Path | None = None,
     ) -> int:
-        """Takes part as another process. Returns the exit status of the run.
+        """Takes part as one of the other processes. Returns the exit status of the run.
 
         Args:
-            job: place of the job file.
+            job: path of the job file.
             arguments: command-line arguments of the job file.
-            on_note: called with sentences on what is going on.
-            run_dir: folder for logs; None makes one.
+            on_note: called with progress messages.
+            run_dir: folder for logs; None creates one.
 
         Raises:
             ConfigError: process 0 could not begin the run, or its message is not signed with the token.

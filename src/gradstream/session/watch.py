@@ -1,12 +1,12 @@
-"""Detects changes that a script makes to its parameters between two steps, where the exchange would undo them.
+"""Detects changes to parameters between two steps that the next exchange would undo.
 
-Under an asynchronous or a local strategy, each step sets the parameters, and the exchange sees only gradients.
-Any other change that a script makes to a parameter would be lost at the next step without notice. So the step
-raises an error instead. It compares values and keeps no list of functions that change parameters:
+Under strategies that set the parameters at each step, the exchange sees only gradients: any other change that the
+script makes to a parameter would be lost silently. So the step raises an error. It compares values instead of
+watching for functions that change parameters:
 
-* every step compares each parameter's storage and version; torch adds 1 to the version at each in-place write;
-* a write through `.data`, numpy or a fused kernel leaves the version as it is: so every step compares 65,536
-  elements with a copy, at another place each time, and the first two steps compare a sum of all elements;
+* every step compares each parameter's storage and version; torch increments the version at each in-place write;
+* a write through `.data`, numpy or a fused kernel does not change the version, so every step also compares 65,536
+        elements with a copy, at a different place each time, and the first two steps compare a sum of all elements;
 * every step checks that the module still has the parameter.
 
 Buffers and frozen parameters are the script's own. They may differ between workers, and are not checked.
@@ -28,7 +28,7 @@ SAMPLE_ELEMS = 1 << 16
 """Elements compared at each step: 256 KiB of float32."""
 
 FULL_CHECKS = 3
-"""How many times all elements are recorded: at `wrap`, and at the first two steps."""
+"""Number of times that all elements are recorded: at `wrap`, and at the first two steps."""
 
 INSTEAD = (
     'use the strategy "synchronous" or "allreduce", where your optimizer makes each step itself, on every worker, as '
@@ -42,11 +42,11 @@ Link = tuple[dict[str, Any], str, object]
 
 
 class ParameterWatch:
-    """Records the parameters when they are set, and checks later that the script has not changed them.
+    """Records parameters when they are set, and checks later that the script has not changed them.
 
     Args:
         module: the script's module.
-        parameters: the parameters that are exchanged, in the order of `layout`.
+        parameters: the exchanged parameters, in the order of `layout`.
         layout: their names and places in the flat vector.
     """
 
@@ -55,7 +55,7 @@ class ParameterWatch:
         self._parameters = list(zip((slot.name for slot in layout.slots), parameters, strict=True))
         self._layout = layout
         self._names = {id(parameter): name for name, parameter in self._parameters}
-        self._links = self._found()
+        self._links = self._find_links()
         self._inside = {id(parameter) for parameter in module.parameters()} & self._names.keys()
         self._flat: torch.Tensor | None = None
         self._marks: list[Mark] = []
@@ -106,7 +106,7 @@ class ParameterWatch:
                     )
 
     def check_gradients(self, where: str, group: Mapping[str, Any], rule: str) -> None:
-        """Raises ConfigError if a parameter has no gradient, but the rule of its group would move it."""
+        """Raises ConfigError if a parameter has no gradient, but its group's rule would change it."""
         for parameter in group["params"]:
             if parameter.grad is None and id(parameter) in self._names:
                 name = self._names[id(parameter)]
@@ -140,10 +140,10 @@ class ParameterWatch:
                 raise ConfigError(
                     f"{where}: the module has lost the parameter {name!r} since session.wrap: your script has "
                     "replaced the parameter or its submodule (load_state_dict(assign=True) does that too), so "
-                    "training would change a tensor that the model no longer has. Build and load the model "
+                    "training would change a tensor that the model no longer uses. Build and load the model "
                     "before session.wrap"
                 )
-        self._links = self._found()  # the same parameters at other places
+        self._links = self._find_links()  # the same parameters at other places
 
     def _place_changed(self, bits: torch.Tensor) -> int | None:
         at = self._copied_at
@@ -166,7 +166,7 @@ class ParameterWatch:
             sums.append(int(raw[:whole].view(np.uint64).sum()) + int(raw[whole:].sum()))
         return sums
 
-    def _found(self) -> list[Link]:
+    def _find_links(self) -> list[Link]:
         """The places of submodules and parameters in the module: (table, key, object)."""
         links: list[Link] = []
         for module in self._module.modules():

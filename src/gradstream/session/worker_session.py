@@ -36,7 +36,7 @@ from gradstream.session.loaders_part import LoaderPart, Takeover
 from gradstream.session.local import LocalArrays, LocalModule, LocalRound
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
-from gradstream.session.optimizer import around_each_step, several, take_over
+from gradstream.session.optimizer import around_each_step, as_list, take_over
 from gradstream.session.replica import ReplicaBinding
 from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
@@ -45,12 +45,12 @@ from gradstream.session.split_module import LoopSplit, SplitModule
 from gradstream.strategies.base import PeerStrategy, Strategy
 
 # ---- early barrier -----------------------------------------------------------------------
-# `EarlyBarrier`: lets workers wait for one another before they have joined their run, which they do in `wrap`.
+# `EarlyBarrier`: lets workers wait for one another before they join their run in `wrap`.
 #
 #     if session.rank == 0: download()
 #     session.barrier()
 #
-# They leave files beside the run's specification, so they have to be on one machine.
+# They write files beside the run's specification, so they must be on one machine.
 
 POLL_S = 0.05
 
@@ -67,7 +67,7 @@ class EarlyBarrier:
         self._passed = 0
 
     def wait(self) -> None:
-        """Waits until all workers have called it as often as this one.
+        """Waits until all workers have called it as often as this worker.
 
         Raises:
             ConfigError: the workers are on several machines.
@@ -76,8 +76,8 @@ class EarlyBarrier:
         place, deadlines = self._place, self._place.job().deadlines
         if place.node_spec().elsewhere:
             raise ConfigError(
-                f"worker-{place.rank}: session.barrier() before session.wrap: workers on several machines meet in wrap "
-                "only; call wrap first, and the barrier after it: wrap needs the model and its optimizer, but no data"
+                f"worker-{place.rank}: session.barrier() before session.wrap: workers on several machines connect "
+                "only in wrap; call wrap first, then the barrier: wrap needs the model and its optimizer, but no data"
             )
         folder = self._folder()
         folder.mkdir(exist_ok=True)
@@ -100,28 +100,27 @@ class EarlyBarrier:
             shutil.rmtree(self._folder(), ignore_errors=True)
 
     def _folder(self) -> Path:
-        """A folder of its own for each start of the run: a resumed run must not see the files of the one before."""
+        """A separate folder for each start of the run, since a resumed run must not see earlier files."""
         spec = Path(self._place.spec)
         return spec.parent / f"barrier-{spec.stat().st_mtime_ns}"
 
 
 # ---- sync batch norm ---------------------------------------------------------------------
-# Refuses SyncBatchNorm where it would see one worker's samples alone.
+# Refuses SyncBatchNorm where it would see only one worker's samples.
 #
-# torch's layer sums its statistics in a process group, in the midst of a forward pass. Without a group it computes
-# those of its own minibatch, as BatchNorm does, without a word. A session's rounds carry gradients after a backward,
-# and cannot stand in for that.
+# torch's layer sums its statistics in a process group during the forward pass. Without a group it silently uses only
+# its own minibatch, as BatchNorm does. A session's rounds come after a backward, so they cannot replace that.
 
 
 def refuse_sync_batch_norm(modules: Sequence[nn.Module], workers: int) -> None:
-    """Refuses each SyncBatchNorm in training mode: now, and whenever it is called later.
+    """Refuses every SyncBatchNorm in training mode, now and whenever it is called later.
 
     Args:
         modules: the modules that a script wraps.
-        workers: number of workers. One has all samples.
+        workers: number of workers. A single worker has all samples, so nothing is refused.
 
     Raises:
-        ConfigError: there is one, and no process group.
+        ConfigError: there is a SyncBatchNorm, but no process group.
     """
     for module in modules if workers > 1 else ():
         for name, part in module.named_modules():
@@ -138,11 +137,11 @@ class _Refusal:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if module.training and not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
-                f"session.wrap: {self._name or 'the model'!r} is a SyncBatchNorm in training mode, and "
-                "torch.distributed has no process group in which it could join the workers' statistics: it would take "
-                "those of each worker alone. Use BatchNorm, which is meant to do so (its running means are averaged at "
-                "the end), or GroupNorm or LayerNorm, which look at one sample at a time; put it into eval() before "
-                "session.wrap where it is not trained; or, on GPUs, call torch.distributed.init_process_group before "
+                f"session.wrap: {self._name or 'the model'!r} is a SyncBatchNorm in training mode, but "
+                "torch.distributed has no process group in which it could combine the workers' statistics, so each "
+                "worker would use only its own. Use BatchNorm, which is meant to do so (its running means are averaged "
+                "at the end), or GroupNorm or LayerNorm, which look at one sample at a time; put it into eval() before "
+                "session.wrap if it is not trained; or, on GPUs, call torch.distributed.init_process_group before "
                 "gradstream.join"
             )
 
@@ -156,7 +155,7 @@ class WorkerSession(Session):
     Args:
         place: the rank of this worker, and the place of its run.
         seed: seed of the order in which `shard` shuffles, the same on all workers.
-        host: coordinator and servers, where this process runs them for all workers; waited for at the end.
+        host: coordinator and servers, if this process runs them for all workers; waited for at the end.
     """
 
     def __init__(self, place: WorkerPlacement, seed: int, host: Host | None = None) -> None:
@@ -175,7 +174,7 @@ class WorkerSession(Session):
         self._arrays: ArrayGradients | ArrayParameters | LocalArrays | None = None
         self._round: LocalRound | None = None
         self._split: SplitModule | None = None
-        self._step_hooks: Sequence[RemovableHandle] = ()  # on the steps of all optimizers of this process
+        self._step_hooks: Sequence[RemovableHandle] = ()  # for the steps of all optimizers of this process
         self._closed = False
 
     @property
@@ -201,7 +200,7 @@ class WorkerSession(Session):
 
     @property
     def resumable(self) -> bool:
-        """Whether the script asks where the run goes on, so that a resumed run would not begin again."""
+        """Whether the script asks where the run continues, so that a resumed run would not start over."""
         return self._resume_point.asked
 
     def skip(self) -> bool:
@@ -217,12 +216,12 @@ class WorkerSession(Session):
 
     @property
     def aborted(self) -> bool:
-        """Whether the run has ended because of another node, which reports why."""
+        """Whether another node has ended the run; it reports why."""
         return self._connection.aborted
 
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
         """See `Session.wrap`."""
-        modules, optimizers = several(model, nn.Module), several(optimizer, TorchOptimizer)
+        modules, optimizers = as_list(model, nn.Module), as_list(optimizer, TorchOptimizer)
         self._check_unused()
         refuse_sync_batch_norm(modules, self.world_size)
         if self._gradients_only:
@@ -237,18 +236,18 @@ class WorkerSession(Session):
                 f"each: {type(self._strategy).__name__} exchanges parameters, of one model and one optimizer. "
                 'Use the strategy "synchronous" or "allreduce" for several, or, over slow links, "local-sgd"'
             )
-        (module,), (one,) = modules, optimizers
+        (module,), (torch_optimizer,) = modules, optimizers
         wrapped, binding, rule = take_over(
-            module, one, self._strategy, self.world_size, self._step, self._where, fused=fused
+            module, torch_optimizer, self._strategy, self.world_size, self._step, self._where, fused=fused
         )
-        self._optimizers = [one, wrapped]
+        self._optimizers = [torch_optimizer, wrapped]
         self._begin(binding, rule)
         module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
         return model, cast(O, wrapped if isinstance(optimizer, TorchOptimizer) else [wrapped])
 
     def _wrap_replicas(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
-        for one in optimizers:
-            if isinstance(one, LBFGS):
+        for optimizer in optimizers:
+            if isinstance(optimizer, LBFGS):
                 raise ConfigError(
                     "session.wrap: LBFGS searches along a line by the loss that its closure returns, which "
                     "is of this worker's samples alone, so workers would take different steps. Use SGD, Adam "
@@ -275,18 +274,18 @@ class WorkerSession(Session):
             module.register_forward_pre_hook(hook, with_kwargs=True)
         binding.states.watch(check=self._place.job().checkpoint_every is not None)
         self._step_hooks = [register_optimizer_step_pre_hook(reducer.before_other_step)]
-        for one in optimizers:
-            one.register_step_pre_hook(reducer.before_step)
-            one.register_step_post_hook(reducer.after_step)
+        for torch_optimizer in optimizers:
+            torch_optimizer.register_step_pre_hook(reducer.before_step)
+            torch_optimizer.register_step_post_hook(reducer.after_step)
 
     def _wrap_local(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
-        if any(isinstance(one, LBFGS) for one in optimizers):
+        if any(isinstance(torch_optimizer, LBFGS) for torch_optimizer in optimizers):
             raise ConfigError(
-                "session.wrap: LBFGS evaluates the loss several times a step, so the samples behind a step, by which "
-                "its worker is weighed, cannot be counted: use SGD, Adam or another optimizer that evaluates it once"
+                "session.wrap: LBFGS evaluates the loss several times a step, so the samples of a step, the worker's "
+                "weight, cannot be counted: use SGD, Adam or another optimizer that evaluates it once"
             )
         joined = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        groups = [group["params"] for one in optimizers for group in one.param_groups]
+        groups = [group["params"] for torch_optimizer in optimizers for group in torch_optimizer.param_groups]
         trained = {id(p): p for group in groups for p in group if p.requires_grad}
         binding = LocalModule(joined, list(trained.values()), in_pairs=self._in_pairs)
         self._optimizers = optimizers
@@ -303,8 +302,8 @@ class WorkerSession(Session):
             bridge.check_open()
             self._check_unchanged()
 
-        for one in optimizers:
-            around_each_step(one, before, partial(made, one))
+        for torch_optimizer in optimizers:
+            around_each_step(torch_optimizer, before, partial(made, torch_optimizer))
         hook = BeforeForward(one_round.called, self._samples.forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -368,8 +367,8 @@ class WorkerSession(Session):
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """See `Session.shard`."""
         if isinstance(data, tuple):
-            return tuple(self.shard(one, split=split) for one in data)
-        loader = object()  # names the loader that is made
+            return tuple(self.shard(item, split=split) for item in data)
+        loader = object()  # identifies the loader that is made
         note, over = (partial(call, loader=loader) for call in (self._samples.note, self._samples.over))
         strategy = self._strategy
         reassigns = strategy.survives_worker_loss and strategy.partitioning != "rounds"
@@ -405,7 +404,7 @@ class WorkerSession(Session):
             return self._arrays.step(bridge, parameters, gradients, rule, self._taken_samples())
         self._arrays.check(parameters, rule)
         self._check_unchanged()
-        self._arrays.binding.give(gradients)
+        self._arrays.binding.set_gradients(gradients)
         self._step(rate_of(rule), math.nan)
         return parameters
 
@@ -454,7 +453,7 @@ class WorkerSession(Session):
             yield
 
     def close(self) -> None:
-        """See `Session.close`. Raises the error with which the run has ended, if any.
+        """See `Session.close`. Raises the error that ended the run, if any.
 
         Raises:
             ConfigError: the script has changed parameters since its last step. The model is saved as the
@@ -470,7 +469,7 @@ class WorkerSession(Session):
             raise changed
 
     def finish(self) -> None:
-        """Ends the session after the end of the script, whose parameters it no longer reads."""
+        """Ends the session after the script has ended. Does not read the script's parameters."""
         if self._closed:
             return
         self._closed = True
@@ -534,18 +533,18 @@ class WorkerSession(Session):
         self._connection.bridge.step(samples, lr, self._log.step(loss))
 
     def _taken_samples(self, local: Sequence[PassSamples] = ()) -> float:
-        """Samples behind the gradient that is handed over now, and behind passes in `no_sync` that are in it."""
+        """Samples of the gradient that is submitted now, including passes in `no_sync`."""
         self._resume_point.check_asked()
         return self._samples.take(local)
 
     @cached_property
     def _gradients_only(self) -> bool:
-        """Whether only gradients are exchanged, and the loop's own optimizer makes each step."""
+        """Whether the workers exchange only gradients, and the loop's own optimizer makes each step."""
         return self._strategy.gives_mean
 
     @property
     def _in_pairs(self) -> bool:
-        """Whether a worker exchanges its parameters themselves, with one other worker at a time."""
+        """Whether workers exchange parameters in pairs."""
         return isinstance(self._strategy, PeerStrategy)
 
     @cached_property

@@ -131,7 +131,7 @@ class Loop(Protocol):
         """Called once on the event loop, before the first turn."""
         ...
 
-    def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
+    def turn(self, parameters: torch.Tensor, current: Round) -> Turn:
         """Waits until the loop has written a gradient at `parameters` (E,), or has ended.
 
         Runs on the arithmetic thread. Nobody writes `parameters` meanwhile.
