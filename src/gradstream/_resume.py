@@ -266,7 +266,7 @@ def _on_workers(plan: RunPlan) -> str:
     """Names the optimizers' state that no checkpoint has: of workers that make steps of their own; "" if none."""
     if not plan.trains_locally:
         return ""
-    if plan.loops_optimize:
+    if plan.optimizer_in_loop:
         return "the state of each loop's own optimizer, unless the script saves and loads it,"
     if plan.replicas:  # each worker's own, which the checkpoint has
         return ""

@@ -41,7 +41,7 @@ class Scripted:
         self.skip = context.replica.step
         self.begin_at = sum(self.sizes[: self.skip])
 
-    gradients_only = False
+    averages_gradients = False
     behind = None
 
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
@@ -76,7 +76,7 @@ class Own:
 
     sizes: list[list[int]]
     optimizer: str = ""
-    gradients_only: bool = False
+    averages_gradients: bool = False
     name: str = "own"
     num_samples: int = 0
     num_test_samples: int = 0

@@ -131,7 +131,7 @@ def counts_and_looks(w: Any, table: Any, i: int, where: Any, count: int, into: A
 
 def out_of_order(update: str, updates: int = 20_000) -> float:
     """How often one of two workers, about to compute, sees the other where the order forbids it."""
-    from gradstream.sparse.ways import take_part
+    from gradstream.sparse.update_schemes import take_part
 
     empty, shared = np.zeros(0, np.float32), Shared(2)
     model = from_samples([("w", (2,))], touched_one_of_two, counts_and_looks, most=1)
@@ -159,25 +159,25 @@ def test_that_check_sees_another_order() -> None:
 
 
 def test_a_turn_that_is_passed_on_too_late_allows_no_concurrent_writes() -> None:
-    from gradstream.sparse.ways import GOT, WAYS, leave, pass_turn, take_part
+    from gradstream.sparse.update_schemes import GOT, SCHEMES, leave, pass_turn, take_part
 
-    way, locks, where = WAYS["round_robin"], Shared(1).locks, np.zeros(1, np.uint32)
+    scheme, locks, where = SCHEMES["round_robin"], Shared(1).locks, np.zeros(1, np.uint32)
     first, second = np.int32(1), np.int32(2)
     take_part(locks, second)
     leave(locks, second)
     take_part(locks, first)
-    assert way.take(locks, where, 0, first, 10) == GOT
-    way.give(locks, where, 0, first)
+    assert scheme.take(locks, where, 0, first, 10) == GOT
+    scheme.give(locks, where, 0, first)
     assert (
         locks[TURN] == 1
     )  # the first finds the second away, and is about to pass its turn on; but meanwhile
     take_part(locks, second)
-    assert way.take(locks, where, 0, second, 10) == GOT
+    assert scheme.take(locks, where, 0, second, 10) == GOT
     pass_turn(locks, 1)
-    assert way.take(locks, where, 0, first, 10) == WHOLE
-    way.give(locks, where, 0, second)
+    assert scheme.take(locks, where, 0, first, 10) == WHOLE
+    scheme.give(locks, where, 0, second)
     assert locks[TURN] == 0, "a turn that it no longer has it does not pass on"
-    assert way.take(locks, where, 0, first, 10) == GOT
+    assert scheme.take(locks, where, 0, first, 10) == GOT
 
 
 @pytest.mark.parametrize("update", PROMISED)
@@ -352,7 +352,7 @@ def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: 
 def test_a_dead_workers_turn_passes() -> None:
     from gradstream.sparse.atomics import acquire
     from gradstream.sparse.sweep import free
-    from gradstream.sparse.ways import part_of, take_part
+    from gradstream.sparse.update_schemes import part_of, take_part
 
     data = neighbours()
     model, shared = linear(data.num_features, loss="squared"), Shared(data.num_features)

@@ -58,7 +58,7 @@ class CheckpointOptions:
         policy: which checkpoints are kept.
         pieces: gives, for a model and a number of holders, the ranges [start, stop) of every vector that each
             holder has, in elements.
-        gradients_only: the holders have only gradients, which no checkpoint contains; the model comes from a
+        averages_gradients: the holders have only gradients, which no checkpoint contains; the model comes from a
             worker.
     """
 
@@ -66,7 +66,7 @@ class CheckpointOptions:
     states: Callable[[v1.ModelSpec], Sequence[str]]
     policy: Policy
     pieces: Callable[[v1.ModelSpec, int], Sequence[Sequence[tuple[int, int]]]]
-    gradients_only: bool = False
+    averages_gradients: bool = False
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class CheckpointWriter:
             self._runtime.storage,
             step=snapshot.step,
             token=f"{endpoint.identity.incarnation:x}-{snapshot.number}",
-            tensors=() if self._options.gradients_only else _specs(admission.tensors),
+            tensors=() if self._options.averages_gradients else _specs(admission.tensors),
             others=[*buffers, *fixed],
             states=self._options.states(admission.model),
         )

@@ -360,11 +360,11 @@ class OwnData(Protocol):
 
     Attributes:
         optimizer: the update rule that the loop asks for; "" if the job names it.
-        gradients_only: whether loops exchange only gradients, of which the strategy gives every worker the mean.
+        averages_gradients: whether loops exchange only gradients, of which the strategy gives every worker the mean.
     """
 
     optimizer: str
-    gradients_only: bool
+    averages_gradients: bool
 
     def loop(self, rank: int) -> Any:
         """The loop of a worker, a `gradstream.worker.loop.Loop`."""

@@ -304,7 +304,7 @@ class RunPlan:
         """A new account of every minibatch of the run."""
         if self.open_ended:
             in_rounds = self.strategy.partitioning == "rounds"
-            return OpenLedger(self.workers, rounds=in_rounds, first=int(self.gradients_only))
+            return OpenLedger(self.workers, rounds=in_rounds, first=int(self.averages_gradients))
         helping = self.strategy.partitioning_of_run() != "partitions"  # with what is left of an epoch
         return Ledger(
             self.batch_plan(),
@@ -368,20 +368,22 @@ class RunPlan:
     # ---- update rules -------------------------------------------------------------------
 
     @property
-    def gradients_only(self) -> bool:
+    def averages_gradients(self) -> bool:
         """Whether only gradients are exchanged: the user's own loops make each step, on every worker."""
-        return self.open_ended and self.strategy.gives_mean and cast(OwnData, self.job.data).gradients_only
+        return (
+            self.open_ended and self.strategy.gives_mean and cast(OwnData, self.job.data).averages_gradients
+        )
 
     @property
-    def loops_optimize(self) -> bool:
+    def optimizer_in_loop(self) -> bool:
         """Whether the optimizers of the user's own loops make the steps, of which the run need not know the rule."""
-        return self.open_ended and (self.gradients_only or self.strategy.trains_locally)
+        return self.open_ended and (self.averages_gradients or self.strategy.local_rounds)
 
     @property
     def trains_locally(self) -> bool:
         """Whether workers make steps of their own between two exchanges, with servers or without."""
         pushes = "gradients" if self.served is None else self.served.pushes
-        return self.strategy.trains_locally or pushes != "gradients"
+        return self.strategy.local_rounds or pushes != "gradients"
 
     @property
     def workers_optimize(self) -> bool:
@@ -399,7 +401,7 @@ class RunPlan:
     @property
     def shards_optimizer(self) -> Optimizer:
         """The rule of a weighted sum of what workers send, on shards or in a group: the run's, or an outer one."""
-        if self.gradients_only or isinstance(self.strategy, PeerStrategy):
+        if self.averages_gradients or isinstance(self.strategy, PeerStrategy):
             return Replace()
         if isinstance(self.strategy, GroupStrategy) and (outer := self.strategy.outer_rule()) is not None:
             return Outer(outer)

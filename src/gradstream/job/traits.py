@@ -114,7 +114,7 @@ def _of_strategy(strategy: Strategy, workers: int) -> _Found:
     rounds = strategy.partitioning == "rounds"
     yield "rounds", rounds, named
     yield "passes", strategy.in_passes, named
-    yield "local steps", strategy.trains_locally, named
+    yield "local steps", strategy.local_rounds, named
     yield "stale weights", not strategy.pipelined, named
     yield "stand-ins", strategy.stands_in, named
     yield "survivors", rounds or strategy.survives_worker_loss, named

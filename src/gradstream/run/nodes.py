@@ -118,7 +118,7 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
         num_samples=plan.job.data.num_samples,
         in_rounds=in_rounds,
         total_steps=total_steps,
-        way=plan.strategy.way,
+        way=plan.strategy.topology,
         trains_locally=plan.trains_locally,
     )
 
@@ -216,13 +216,13 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         states=partial(_states, plan),
         policy=policy,
         pieces=partial(_pieces, plan),
-        gradients_only=plan.gradients_only,
+        averages_gradients=plan.averages_gradients,
     )
 
 
 def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:
     """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
-    if model.optimizer and not plan.loops_optimize:
+    if model.optimizer and not plan.optimizer_in_loop:
         return optimizer_of_text(model.optimizer)[0].state_names
     return plan.shards_optimizer.state_names
 
@@ -345,7 +345,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
     how = "auto"
     if isinstance(plan.strategy, GroupStrategy):
         how = plan.strategy.algorithm if plan.strategy.exchange == "auto" else plan.strategy.exchange
-    return WorkerConfig(run=plan, rank=rank, part=part, model=model, form_group=partial(form_group, how=how))
+    return WorkerConfig(plan=plan, rank=rank, part=part, model=model, form_group=partial(form_group, how=how))
 
 
 # ---- shards and workers -----------------------------------------------------------------

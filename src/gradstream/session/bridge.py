@@ -149,10 +149,10 @@ class LoopBridge:
     Args:
         binding: the user's parameters.
         log: the figures that the user's loop logs, or None.
-        gradients_only: whether only gradients are exchanged. Then a turn is a backward, and the loop calls `stepped`
-            after each step.
+        averages_gradients: whether only gradients are exchanged. Then a turn is a backward, and the loop calls
+            `stepped` after each step.
         counts_steps: the loop calls `stepped` for each step; otherwise each turn is a step. Implied by
-            `gradients_only`.
+            `averages_gradients`.
         on_step: called after each step of the loop.
 
     Attributes:
@@ -166,14 +166,14 @@ class LoopBridge:
         binding: ParameterBinding,
         log: SessionLog | None = None,
         *,
-        gradients_only: bool = False,
+        averages_gradients: bool = False,
         counts_steps: bool = False,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.gradients_only = gradients_only
+        self.averages_gradients = averages_gradients
         self.ended = False
         self.visible: torch.Tensor | None = None
-        self.counts = LoopCounts(counts_steps=gradients_only or counts_steps)
+        self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self._binding = binding
         self._log = log
         self._on_step = on_step

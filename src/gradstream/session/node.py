@@ -55,12 +55,12 @@ class OwnLoop:
     Args:
         running: the loop of this process; None if it is not a worker.
         optimizer: the update rule that the loop's optimizer asks for, as text.
-        gradients_only: whether only gradients are exchanged, under strategies that return their mean.
+        averages_gradients: whether only gradients are exchanged, under strategies that return their mean.
     """
 
     running: Loop | None = None
     optimizer: str = ""
-    gradients_only: bool = True
+    averages_gradients: bool = True
     name: str = "the script's own"
     num_samples: int = 0
     num_test_samples: int = 0
@@ -110,14 +110,14 @@ class RunConnection:
         self._thread: threading.Thread | None = None
 
     def join(
-        self, binding: ParameterBinding, rule: str, *, gradients_only: bool, counts_steps: bool
+        self, binding: ParameterBinding, rule: str, *, averages_gradients: bool, counts_steps: bool
     ) -> LoopBridge:
         """Joins the run. Returns when all workers have joined, with the same parameters.
 
         Args:
             binding: the user's parameters.
             rule: the update rule that the loop's optimizer asks for, as text.
-            gradients_only: whether only gradients are exchanged.
+            averages_gradients: whether only gradients are exchanged.
             counts_steps: see `LoopBridge`.
 
         Raises:
@@ -127,7 +127,7 @@ class RunConnection:
         bridge = self.bridge = LoopBridge(
             binding,
             self._log,
-            gradients_only=gradients_only,
+            averages_gradients=averages_gradients,
             counts_steps=counts_steps,
             on_step=binding.snapshot_buffers,
         )

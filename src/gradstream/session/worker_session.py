@@ -224,10 +224,10 @@ class WorkerSession(Session):
         modules, optimizers = as_list(model, nn.Module), as_list(optimizer, TorchOptimizer)
         self._check_unused()
         refuse_sync_batch_norm(modules, self.world_size)
-        if self._gradients_only:
+        if self._averages_gradients:
             self._wrap_replicas(modules, optimizers)
             return model, optimizer
-        if self._strategy.trains_locally:
+        if self._strategy.local_rounds:
             self._wrap_local(modules, optimizers)
             return model, optimizer
         if len(modules) != 1 or len(optimizers) != 1:
@@ -313,7 +313,7 @@ class WorkerSession(Session):
     ) -> nn.Module:
         """See `Session.split`."""
         self._check_unused()
-        if not self._gradients_only:
+        if not self._averages_gradients:
             raise ConfigError(
                 f"session.split under {type(self._strategy).__name__}, which exchanges parameters: replicas of a split "
                 'model can only average gradients; expected gradstream.join("allreduce") or "synchronous"'
@@ -373,7 +373,7 @@ class WorkerSession(Session):
         strategy = self._strategy
         reassigns = strategy.survives_worker_loss and strategy.partitioning != "rounds"
         takeover = self._takeover if reassigns else None
-        aligned = self._gradients_only
+        aligned = self._averages_gradients
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
         part = LoaderPart(rank, workers, self._seed, split, note, aligned, over, takeover)
         return part_of(data, part)
@@ -410,10 +410,10 @@ class WorkerSession(Session):
 
     def _begin_arrays(self, parameters: Tree, rule: Optimizer) -> None:
         self._check_unused()
-        if self._gradients_only:
+        if self._averages_gradients:
             replica = self._arrays = ArrayGradients(parameters)
             replica.synchronize(self._begin(replica.binding, description_of(rule)))
-        elif self._strategy.trains_locally:
+        elif self._strategy.local_rounds:
             local = self._arrays = LocalArrays(parameters, rule, in_pairs=self._in_pairs)
             bridge = self._begin(local, description_of(rule))
             self._round = LocalRound(bridge, self._strategy.local_steps, local)
@@ -426,7 +426,7 @@ class WorkerSession(Session):
         number = float(count)
         if not 0 <= number < math.inf:
             raise ConfigError(f"session.samples({count}): expected a number of samples, 0 or more")
-        if not number.is_integer() and not self._gradients_only:
+        if not number.is_integer() and not self._averages_gradients:
             raise ConfigError(
                 f"session.samples({count}): {type(self._strategy).__name__} weighs by whole numbers of samples; "
                 'multiply the weights of all workers by the same factor and round them, or use "synchronous" or '
@@ -445,7 +445,7 @@ class WorkerSession(Session):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """See `Session.evaluation`."""
-        if self._connection.bridge is None or self._closed or self._gradients_only:
+        if self._connection.bridge is None or self._closed or self._averages_gradients:
             yield
             return
         self._check_unchanged()
@@ -520,8 +520,8 @@ class WorkerSession(Session):
         bridge = self._connection.join(
             binding,
             rule,
-            gradients_only=self._gradients_only,
-            counts_steps=self._strategy.trains_locally,
+            averages_gradients=self._averages_gradients,
+            counts_steps=self._strategy.local_rounds,
         )
         self._takeover.bridge = bridge
         self._early_barrier.over()
@@ -538,7 +538,7 @@ class WorkerSession(Session):
         return self._samples.take(local)
 
     @cached_property
-    def _gradients_only(self) -> bool:
+    def _averages_gradients(self) -> bool:
         """Whether the workers exchange only gradients, and the loop's own optimizer makes each step."""
         return self._strategy.gives_mean
 

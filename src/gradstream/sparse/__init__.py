@@ -1,8 +1,8 @@
 """Sparse problems, and updates of a vector that several processes share, as HOGWILD! makes them.
 
 `data.py` has samples in compressed rows, `random_data.py` makes or reads them. `model.py` has the model of a
-sparse problem, `problems.py` has problems. `sweep.py` is the innermost loop, `ways.py` defines which locks an update
-takes, `ways.py` which worker writes next, and `updates.py` has the instructions for both.
+sparse problem, `problems.py` has problems. `sweep.py` is the innermost loop, `update_schemes.py` defines which locks an
+update takes and which worker writes next, and `updates.py` names the updates.
 """
 
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows, Sparsity, from_csr, from_ratings

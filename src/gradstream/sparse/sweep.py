@@ -1,11 +1,11 @@
-"""The innermost loop of HOGWILD!, and the addition of a whole gradient, for each way to update.
+"""The innermost loop of HOGWILD!, and the addition of a whole gradient, for each update scheme.
 
 A problem has two functions for the arithmetic of a sample (see `sparse.model`):
 
     touched(table, i, where) -> count            the components that sample i touches, ascending, each once
     gradient(w, table, i, where, count, into)    ∂f_i on them, at the current w; returns f_i
 
-`access` is a `LockAccess`. Reads are never atomic, and writes only as far as `update` says (`sparse.ways`).
+`access` is a `LockAccess`. Reads are never atomic, and writes only as far as `update` says (`sparse.update_schemes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradstream.sparse.atomics import compiled, swap_if
-from gradstream.sparse.ways import GOT, WAYS, take_nothing
+from gradstream.sparse.update_schemes import GOT, SCHEMES, take_nothing
 
 NEXT, LOCK = 0, 1
 """Words of a state: the next sample, or element, and the lock that was not free, or `GOT`."""
@@ -51,11 +51,11 @@ def kernels_of(touched: Callable[..., int], gradient: Callable[..., float], upda
         update: one of `UPDATES`.
     """
     touch, differentiate = _compiled_once(touched), _compiled_once(gradient)
-    way = WAYS[update]
+    scheme = SCHEMES[update]
     before_sample, before_reading, before_writing = (
-        way.take if way.moment == moment else take_nothing for moment in ("sample", "read", "write")
+        scheme.take if scheme.moment == moment else take_nothing for moment in ("sample", "read", "write")
     )
-    add, give, begin, end = way.add, way.give, way.begin, way.end
+    add, give, begin, end = scheme.add, scheme.give, scheme.begin, scheme.end
 
     @compiled
     def sweep(w: Any, table: Any, ids: Any, rate: Any, access: Any, state: Any, room: Any) -> float:
@@ -123,8 +123,8 @@ def adder_of(update: str) -> Callable[..., None]:
     is. It holds the lock of the whole and the turn from the first element to the last, and locks of components
     one at a time.
     """
-    way = WAYS[update]
-    take, add, give, begin, end = way.take, way.add, way.give, way.begin, way.end
+    scheme = SCHEMES[update]
+    take, add, give, begin, end = scheme.take, scheme.add, scheme.give, scheme.begin, scheme.end
 
     @compiled
     def add_each(w: Any, gradient: Any, rate: Any, access: Any, state: Any) -> None:

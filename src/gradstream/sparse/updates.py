@@ -1,4 +1,4 @@
-"""Names of the ways to update a component, and the places of locks in shared memory. Imports nothing heavy."""
+"""Names of the update schemes, and the places of locks in shared memory. Imports nothing heavy."""
 
 from __future__ import annotations
 

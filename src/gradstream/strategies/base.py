@@ -91,7 +91,7 @@ class Strategy(ABC):
     minibatches as it needs them; into "partitions", one for each worker, where workers wait for each other and none
     can do more than the others. A job may choose between the last two (`assignment`)."""
 
-    way: ClassVar[str]
+    topology: ClassVar[str]
     """How workers exchange, in a word: each base below has its own."""
 
     survives_worker_loss: ClassVar[bool]
@@ -128,11 +128,11 @@ class Strategy(ABC):
 
     @property
     def local_steps(self) -> int:
-        """H, minibatches of a worker in a round; see `trains_locally`."""
+        """H, minibatches of a worker in a round; see `local_rounds`."""
         return 1
 
     @property
-    def trains_locally(self) -> bool:
+    def local_rounds(self) -> bool:
         """Whether a worker makes a step of its own for each minibatch of a round, and exchanges what comes of them.
 
         Without servers, that is; a worker of a server strategy does so if `pushes` is not "gradients". In a user's own
@@ -169,7 +169,7 @@ class Strategy(ABC):
 class ServerStrategy(Strategy):
     """The base of strategies whose workers push to the shards of a parameter server, and fetch from them."""
 
-    way: ClassVar[str] = "servers"
+    topology: ClassVar[str] = "servers"
 
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
@@ -268,7 +268,7 @@ class ServerStrategy(Strategy):
 class GroupStrategy(Strategy):
     """The base of strategies whose workers sum their gradients in a group, and make each update themselves."""
 
-    way: ClassVar[str] = "group"
+    topology: ClassVar[str] = "group"
 
     algorithm: str = "auto"
     """Algorithm of the sum; see `gradstream.collectives`."""
@@ -286,8 +286,8 @@ class GroupStrategy(Strategy):
     """Whether gradients of wide layers are sent as factors; None does so where that is cheaper."""
 
     @property
-    def trains_locally(self) -> bool:
-        """See `Strategy.trains_locally`: where an outer rule takes what comes of the steps."""
+    def local_rounds(self) -> bool:
+        """See `Strategy.local_rounds`: where an outer rule takes what comes of the steps."""
         return self.outer_rule() is not None
 
     @property
@@ -365,11 +365,11 @@ class PeerStrategy(Strategy):
     takes its place, which begins with a copy of another worker's state.
     """
 
-    way: ClassVar[str] = "pairs"
+    topology: ClassVar[str] = "pairs"
 
     @property
-    def trains_locally(self) -> bool:
-        """See `Strategy.trains_locally`: always."""
+    def local_rounds(self) -> bool:
+        """See `Strategy.local_rounds`: always."""
         return True
 
     @property
@@ -395,7 +395,7 @@ class PeerStrategy(Strategy):
 class SharedMemoryStrategy(Strategy):
     """The base of strategies whose workers, on one machine, update one vector in memory that they share."""
 
-    way: ClassVar[str] = "shared memory"
+    topology: ClassVar[str] = "shared memory"
 
     @abstractmethod
     async def train(self, worker: SharedMemoryWorker) -> None:

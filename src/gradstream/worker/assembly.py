@@ -1,6 +1,6 @@
-"""What a worker's exchange is made of, and the registry of the ways of exchange.
+"""Builds a worker's exchange. Has the registry of exchange topologies.
 
-strategy                way of exchange    its exchange        its replica
+strategy                topology           its exchange        its replica
 ServerStrategy          worker/server      ServerExchange      ServerReplica, RowReplica
 GroupStrategy           worker/group       GroupExchange       GroupReplica
 PeerStrategy            worker/pairs       PeerExchange        PeerReplica
@@ -39,34 +39,33 @@ from gradstream.worker.local_steps import UNSENT, LocalParameters, LocalSteps
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartPlace
-from gradstream.worker.remainders import Remainders, codec_state
 from gradstream.worker.replica import Replica, ReplicaContext
 from gradstream.worker.schedule import Schedule
+from gradstream.worker.unsent_state import UnsentState, codec_state
 from gradstream.worker.updater import LocalRule
 
-WAYS: Mapping[type, str] = {
+EXCHANGES: Mapping[type, str] = {
     ServerStrategy: "gradstream.worker.server.exchange",
     GroupStrategy: "gradstream.worker.group.exchange",
     PeerStrategy: "gradstream.worker.pairs.exchange",
     SharedMemoryStrategy: "gradstream.worker.shared.exchange",
 }
-"""By base of a strategy, the module whose `make` makes its exchange. A run imports that of its own way alone."""
+"""The module whose `make` builds the exchange, by base class of the strategy. A run imports only its own."""
 
 
 class Assembly:
-    """What every way of exchange makes one worker's exchange of.
+    """The parts from which each topology builds a worker's exchange.
 
     Args:
         context: the worker's place in the run.
-        source: the worker's minibatches; a user's loop computes their gradients too.
-        batch_gate: see `ReplicaContext`.
-        on_step, on_boundary: see `ReplicaContext`.
-        place: the place of this process in a replica of several; None if the replica is one process.
-        pairwise: its exchanges with single partners, where the strategy has such.
+        source: the worker's minibatches; a user's loop also computes their gradients.
+        batch_gate, on_step, on_boundary: see `ReplicaContext`.
+        place: the place of this process in a replica of several processes; None if the replica is one process.
+        pairwise: exchanges with single partners, for strategies in pairs.
 
     Attributes:
         context, config, source, batch_gate, place, pairwise: see above.
-        remainders: what the worker has not sent yet, where a codec or a delay keeps something; else None.
+        unsent: the updates that a codec or a delay holds back; None if neither does.
     """
 
     def __init__(
@@ -88,53 +87,54 @@ class Assembly:
         self._on_boundary = on_boundary
         self.place = place
         self.pairwise = pairwise
-        self.remainders: Remainders | None = None
-        self._local: dict[int, LocalSteps] = {}  # by rank, where workers train alone in between
+        self.unsent: UnsentState | None = None
+        self._local: dict[int, LocalSteps] = {}  # by rank, for strategies with local steps
 
     async def exchange(self) -> Exchange:
-        """Makes the exchange. In a group or in shared memory, this waits for all other workers.
+        """Builds the exchange. In a group or in shared memory, waits for all other workers.
 
         Raises:
             ConfigError: this model or these machines do not allow what the job asks for.
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
         config, context = self.config, self.context
-        refuse({**config.run.traits, **_traits_of(config)})
-        delay = isinstance(config.run.strategy, GroupStrategy) and config.run.strategy.delay
-        names = [*codec_state(config.run.codec), *([UNSENT] if delay else ())]
-        if config.run.codec is not None or delay:
-            self.remainders = Remainders(context.runtime, config.model.layout, names)
-            self.remainders.serve(context.endpoint)
+        strategy = config.plan.strategy
+        refuse({**config.plan.traits, **_traits_of(config)})
+        delay = isinstance(strategy, GroupStrategy) and strategy.delay
+        names = [*codec_state(config.plan.codec), *([UNSENT] if delay else ())]
+        if config.plan.codec is not None or delay:
+            self.unsent = UnsentState(context.runtime, config.model.layout, names)
+            self.unsent.serve(context.endpoint)
             resume = context.resume
-            if resume is not None and resume.remainders == config.run.remainders != "" and not context.late:
-                await self.remainders.restore(resume)
-        way = next((module for kind, module in WAYS.items() if isinstance(config.run.strategy, kind)), None)
-        if way is None:
-            raise InternalError(f"{type(config.run.strategy).__name__} has no way of exchange")
-        make: Callable[[Assembly], Awaitable[Exchange]] = import_module(way).make
+            if resume is not None and resume.remainders == config.plan.remainders != "" and not context.late:
+                await self.unsent.restore(resume)
+        module = next((module for base, module in EXCHANGES.items() if isinstance(strategy, base)), None)
+        if module is None:
+            raise InternalError(f"{type(strategy).__name__} derives from none of the bases of topologies")
+        make: Callable[[Assembly], Awaitable[Exchange]] = import_module(module).make
         return await make(self)
 
     def replica_context(self) -> ReplicaContext:
-        """The parts of the worker's replica."""
+        """Everything that the worker's replica needs."""
         config, context = self.config, self.context
-        served = config.run.strategy if isinstance(config.run.strategy, ServerStrategy) else None
-        quorum = None if served is None else served.quorum(config.run.workers)
-        decays = not config.run.workers_optimize and served is not None and served.decays_gradients
+        served = config.plan.strategy if isinstance(config.plan.strategy, ServerStrategy) else None
+        quorum = None if served is None else served.quorum(config.plan.workers)
+        decays = not config.plan.workers_optimize and served is not None and served.decays_gradients
         return ReplicaContext(
             runtime=context.runtime,
             model=config.model,
             schedule=self.source,
             gradients=self._gradients(),
             rank=config.rank,
-            num_workers=config.run.workers,
+            num_workers=config.plan.workers,
             rule=LocalRule.of(
-                config.run.optimizer.lr,
+                config.plan.optimizer.lr,
                 config.update_rule,
                 config.model.layout.elems,
-                own=config.run.workers_optimize,
+                own=config.plan.workers_optimize,
                 decays=decays,
             ),
-            joins=isinstance(config.plan, JoinedPlan) and config.inner_rule is None,
+            joins=isinstance(config.batch_plan, JoinedPlan) and config.inner_rule is None,
             batch_gate=self.batch_gate,
             first_step=config.first_step,
             # With a quorum, the first shard reports what is in the model: unlike this worker, it cannot be lost.
@@ -155,14 +155,14 @@ class Assembly:
     def _refusals(self) -> Refusals:
         if self.config.role != "worker":
             return Refusals(lambda refused: None)  # its worker reports
-        if self.config.run.job.non_finite != "skip":
+        if self.config.plan.job.non_finite != "skip":
             return Refusals()
         member = self.context.member
         return Refusals(self._refused, lambda: member.report(v1.BeatReport(sound=True), soon=False))
 
     @property
     def _on_receipt(self) -> Callable[[Sequence[BatchRef]], None]:
-        member, strategy = self.context.member, self.config.run.strategy
+        member, strategy = self.context.member, self.config.plan.strategy
         if self.place is not None:
             return self.place.pushed
         return (
@@ -171,24 +171,26 @@ class Assembly:
             else member.receipt
         )
 
-    def _refused(self, one: RefusedGradient) -> None:
+    def _refused(self, gradient: RefusedGradient) -> None:
         refused = v1.Refused(
-            batch=receipt_of(one.ref),
-            samples=max(0, one.samples),
-            step=one.step,
-            what=one.what,
-            in_a_row=one.in_a_row,
+            batch=receipt_of(gradient.ref),
+            samples=max(0, gradient.samples),
+            step=gradient.step,
+            what=gradient.what,
+            in_a_row=gradient.in_a_row,
         )
         self.context.member.report(v1.BeatReport(refused=refused))
 
     @property
     def agreement(self) -> Agreement | None:
-        """With the other processes of this replica, where others may die and come back meanwhile."""
-        survives = (self.config.losses.stands_in or self.config.losses.redoes) and self.config.run.workers > 1
+        """Agreement between the processes of this replica, if other workers may die and come back meanwhile."""
+        survives = (
+            self.config.losses.stands_in or self.config.losses.redoes
+        ) and self.config.plan.workers > 1
         return self.place.agreement if self.place is not None and survives else None
 
     def source_of(self, rank: int) -> GradientSource:
-        """The source of another worker's gradients, on this worker's model."""
+        """Computes another worker's gradients on this worker's model."""
         if self.place is not None:
             return self.place.source_of(rank)
         assert isinstance(self.source, Schedule)
@@ -199,21 +201,21 @@ class Assembly:
         rank = config.rank if rank is None else rank
         make: Callable[..., Differentiator] = Differentiator
         if config.inner_rule is not None:
-            if rank in self._local:  # with what its inner optimizer has kept
+            if rank in self._local:  # it has the state of its inner optimizer
                 return self._local[rank]
-            steps = LocalParameters if isinstance(config.run.strategy, PeerStrategy) else LocalSteps
+            steps = LocalParameters if isinstance(config.plan.strategy, PeerStrategy) else LocalSteps
             make = partial(steps, memory=self.context.runtime.memory, rule=config.inner_rule)
-            if rank == config.rank and self.remainders is not None:
-                make = partial(make, unsent=self.remainders.vectors.get(UNSENT))
+            if rank == config.rank and self.unsent is not None:
+                make = partial(make, unsent=self.unsent.vectors.get(UNSENT))
         made = make(
             config.model,
-            feed_of(config.run.job.data, unjoined(schedule.plan), rank, config.run.job.seed),
+            feed_of(config.plan.job.data, unjoined(schedule.plan), rank, config.plan.job.seed),
             schedule.plan,
             rank=rank,
-            seed=config.run.job.seed,
+            seed=config.plan.job.seed,
             now=self.context.runtime.now,
             clip=config.clip,
-            measures=config.run.variance_test is not None,
+            measures=config.plan.variance_test is not None,
         )
         if isinstance(made, LocalSteps):
             self._local[rank] = made
@@ -221,14 +223,14 @@ class Assembly:
 
 
 def _traits_of(config: WorkerConfig) -> dict[str, str]:
-    """What the model has; the job's rules about it are first known here, where the model is."""
-    model, strategy, found = config.model, config.run.strategy, {}
+    """The traits of the model, which is first known here."""
+    model, strategy, traits = config.model, config.plan.strategy, {}
     if model.layout.tables:
-        found["tables"] = "a model with row-sparse tensors"
-    if config.run.variance_test is not None:
-        found["growth"] = "variance_test"
+        traits["tables"] = "a model with row-sparse tensors"
+    if config.plan.variance_test is not None:
+        traits["growth"] = "variance_test"
     if isinstance(model, SparseModel):
-        found["sparse model"] = "a sparse model"
+        traits["sparse model"] = "a sparse model"
     if isinstance(strategy, GroupStrategy) and strategy.factors and not factored_layers_of(model):
-        found["no factors"] = "this model"
-    return found
+        traits["no factors"] = "this model"
+    return traits

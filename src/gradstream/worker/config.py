@@ -1,4 +1,4 @@
-"""What one process of a replica has of the run's plan."""
+"""`WorkerConfig`: one process's part of the run's plan."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class FormGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """The run's plan, and whose part of it a process has. What follows from both is computed once.
+    """The run's plan, and the rank and part of this process. Derived values are computed once.
 
     Args:
-        run: the plan, on which all nodes agree.
+        plan: the run's plan, on which all nodes agree.
         rank: rank of the worker.
         part: the part of its replica that this process holds; part 0 is the worker.
-        model: this process's own instance of the model, or of its part.
-        form_group: makes the group, for strategies that exchange in one.
-        log: recording of everything that a replay could not find out again; None records nothing.
+        model: this process's instance of the model, or of its part.
+        form_group: makes the group, for strategies that exchange in a group.
+        log: records everything that a replay could not reconstruct; None records nothing.
         watch: see `ReplicaContext`.
     """
 
-    run: RunPlan
+    plan: RunPlan
     rank: int
     model: Model
     form_group: FormGroup
@@ -67,74 +67,74 @@ class WorkerConfig:
 
     @cached_property
     def losses(self) -> LossTolerance:
-        """What becomes of the run when a worker dies."""
-        return losses_of(self.run)
+        """How the run tolerates the loss of a worker."""
+        return losses_of(self.plan)
 
     @cached_property
-    def plan(self) -> BatchPlan | None:
-        """Division of the data into minibatches; None if a loop of the user's brings its own."""
-        return None if self.run.open_ended else self.run.batch_plan()
+    def batch_plan(self) -> BatchPlan | None:
+        """Division of the data into minibatches; None if a user's loop brings its own."""
+        return None if self.plan.open_ended else self.plan.batch_plan()
 
     @cached_property
     def loop(self) -> Loop | None:
-        """The user's loop, where one computes the gradients."""
+        """The user's loop, if one computes the gradients."""
         return None if self._own is None else cast(Loop, self._own.loop(self.rank))
 
     @property
     def _own(self) -> OwnData | None:
-        return cast(OwnData, self.run.job.data) if self.run.open_ended else None
+        return cast(OwnData, self.plan.job.data) if self.plan.open_ended else None
 
     @cached_property
     def clip(self) -> Clip:
-        """Bounds of each gradient."""
-        return Clip(self.run.job.clip_norm, self.run.job.clip_value)
+        """Limits for each gradient."""
+        return Clip(self.plan.job.clip_norm, self.plan.job.clip_value)
 
     @property
     def registered_rule(self) -> str:
-        """The update rule that the user's loop asks for, as text; "" if all nodes know the rule."""
-        served = self.run.served
+        """The update rule that the user's loop requests, as text; "" if all nodes know the rule."""
+        served = self.plan.served
         return self._own.optimizer if self._own and (served is None or served.pushes == "gradients") else ""
 
     @cached_property
     def update_rule(self) -> UpdateRule:
         """The rule that updates the parameters, on the workers or on the shards."""
-        run, own = self.run, self._own
-        if run.gradients_only:
+        plan, own = self.plan, self._own
+        if plan.averages_gradients:
             return Replace(), None
-        if run.strategy.trains_locally:
-            return run.shards_optimizer, None
+        if plan.strategy.local_rounds:
+            return plan.shards_optimizer, None
         if own is not None and own.optimizer:
             return optimizer_of_text(own.optimizer)
-        return run.optimizer, run.grouped(self.model)
+        return plan.optimizer, plan.grouped(self.model)
 
     @cached_property
     def inner_rule(self) -> UpdateRule | None:
-        """The rule of the steps that a worker makes alone between two exchanges without servers.
+        """The rule of a worker's local steps between two exchanges without servers.
 
-        None if it makes none, or a loop of the user's does.
+        None if there are none, or a user's loop makes them.
         """
-        if not self.run.strategy.trains_locally or self.run.open_ended:
+        if not self.plan.strategy.local_rounds or self.plan.open_ended:
             return None
-        return self.run.optimizer, self.run.grouped(self.model)
+        return self.plan.optimizer, self.plan.grouped(self.model)
 
     @property
     def first_step(self) -> int:
-        """Number of this worker's first step; not 0 where the run is resumed."""
-        return 0 if self.run.resume is None else self.run.resume.step_of(f"worker-{self.rank}")
+        """Number of this worker's first step; 0 unless the run is resumed."""
+        return 0 if self.plan.resume is None else self.plan.resume.step_of(f"worker-{self.rank}")
 
     @property
     def micro_batch_samples(self) -> int:
-        """Number of samples that a micro-batch of a split replica has at most."""
-        plan, all_samples = self.plan, self.run.job.data.num_samples or 0
-        most = max(plan.batch_sizes) if isinstance(plan, EpochPlan) else all_samples
-        return -(-most // self.run.job.micro_batches)
+        """Largest number of samples in a micro-batch of a split replica."""
+        plan, all_samples = self.batch_plan, self.plan.job.data.num_samples or 0
+        largest = max(plan.batch_sizes) if isinstance(plan, EpochPlan) else all_samples
+        return -(-largest // self.plan.job.micro_batches)
 
     @property
     def role(self) -> str:
-        """Role of the nodes with which this one exchanges: the workers, or the same parts of their replicas."""
+        """Role of the nodes that this node exchanges with: the workers, or the same part of each replica."""
         return role_of_part(self.part)
 
     @property
     def chunk_elems(self) -> int:
         """Number of elements of a chunk. Reads the layout, which may build the model."""
-        return self.run.chunk_elems_of(self.model.layout)
+        return self.plan.chunk_elems_of(self.model.layout)

@@ -61,7 +61,7 @@ class Evaluator:
         self._lead = lead
         self._last_ref: BatchRef | None = None
         self._is_told = False
-        self._due = DueEvaluations(config.run.evaluation, schedule)
+        self._due = DueEvaluations(config.plan.evaluation, schedule)
 
     async def at_begin(self, replica: Replica, *, late: bool = False) -> None:
         """Checks before training that the model gives the outputs that metrics need.
@@ -74,10 +74,10 @@ class Evaluator:
             UserCodeError: the model does not.
         """
         self._due.late = late
-        plan, model = self._config.run.evaluation, self._config.model
+        plan, model = self._config.plan.evaluation, self._config.model
         if plan.every is not None and plan.metrics and getattr(model, "calls_itself", False):
             await self._runtime.compute(
-                lambda _: check_outputs(model, replica.parameters.tensor, self._config.run.job.data),
+                lambda _: check_outputs(model, replica.parameters.tensor, self._config.plan.job.data),
                 work=Work("evaluate", samples=1),
                 reads=[replica.parameters.all],
             )
@@ -100,17 +100,17 @@ class Evaluator:
             replica: has the final parameters.
             early: the run ends before its last minibatch.
         """
-        if self._config.run.evaluation.every is not None:
+        if self._config.plan.evaluation.every is not None:
             last = self._last_ref if early and self._last_ref else self._schedule.last
             await self._evaluate(replica, last, None)
 
     async def _evaluate(self, replica: Replica, ref: BatchRef, step: int | None) -> None:
         """Evaluates the present parameters, with the workers' buffers as of `step`; None is the end of the run."""
         final = step is None
-        config, data, begun_ns = self._config, self._config.run.job.data, self._runtime.now()
+        config, data, begun_ns = self._config, self._config.plan.job.data, self._runtime.now()
         done = self._schedule.position(ref).after()
         buffers = await self._averager.average(step, last=final)
-        strategy = config.run.strategy
+        strategy = config.plan.strategy
         apart = strategy.in_passes or (
             isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients"
         )
@@ -124,10 +124,10 @@ class Evaluator:
         def look(_: object) -> Evaluation:
             model = config.model if given is None else given
             with nullcontext() if given is not None else with_buffers(config.model, buffers):
-                found = evaluate(model, parameters, data, config.run.evaluation.metrics)
-            check_goals(found, config.run.evaluation.goals)
+                found = evaluate(model, parameters, data, config.plan.evaluation.metrics)
+            check_goals(found, config.plan.evaluation.goals)
             if (
-                config.run.evaluation.keep_best and given is None
+                config.plan.evaluation.keep_best and given is None
             ):  # parts of a split model are on several processes
                 self._keep_if_best(done.step, parameters, buffers, found)
             return found
@@ -166,7 +166,7 @@ class Evaluator:
             self._is_told = True
             return
         try:
-            until = self._config.run.evaluation.until
+            until = self._config.plan.evaluation.until
             score = None if until is None else until.score(found.accuracy, found.loss, found.metrics)
             best = Evaluated(step, found.accuracy, found.loss, score)
             keep_if_best(self._runtime.storage, self._config.model, parameters, buffers, best)

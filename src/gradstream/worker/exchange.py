@@ -51,7 +51,7 @@ class ExchangeContext:
     @property
     def resume(self) -> Resume | None:
         """Where the exchange continues; None if it begins, as rounds of gradients always do."""
-        return None if self.config.run.gradients_only else self.config.run.resume
+        return None if self.config.plan.averages_gradients else self.config.plan.resume
 
 
 class Exchange(ABC):

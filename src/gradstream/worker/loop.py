@@ -101,11 +101,11 @@ class Loop(Protocol):
     """A training loop of the user's, as a worker sees it.
 
     Attributes:
-        gradients_only: whether only gradients are exchanged. The `parameters` of a turn are then the mean gradient
+        averages_gradients: whether only gradients are exchanged. The `parameters` of a turn are then the mean gradient
             of the round before.
     """
 
-    gradients_only: bool
+    averages_gradients: bool
 
     @property
     def ended(self) -> bool:
@@ -241,7 +241,7 @@ class LoopSource:
         into = gradient.vector.tensor
         turn = self._loop.turn(parameters, Round(into, known, report))
         known(turn)
-        if not self._loop.gradients_only and not usable(into):
+        if not self._loop.averages_gradients and not usable(into):
             where = f"worker-{self._rank}, step {gradient.step}"
             return Result(
                 turn.loss, refused=f"{where}: what the loop has handed over has a NaN or an infinity"

@@ -99,7 +99,7 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
 
     def init(_: object) -> None:
         try:
-            config.model.init(config.run.job.seed, parameters.tensor)
+            config.model.init(config.plan.job.seed, parameters.tensor)
         except GradstreamError:
             raise
         except (Exception, SystemExit) as error:
@@ -135,7 +135,7 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
         if frozen:
             read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
             load_fixed(model, await runtime.beside(read, work=Work("restore")))
-    if config.run.gradients_only:
+    if config.plan.averages_gradients:
         extra = await runtime.beside(
             lambda: read_own(storage, resume.folder, EXTRA_FILE), work=Work("restore")
         )
@@ -179,20 +179,20 @@ class WorkerNode:
             endpoint,
             config.model,
             workers=lambda: names_of(member.notice.nodes, "worker"),
-            silence_s=config.run.job.deadlines.silence_s,
+            silence_s=config.plan.job.deadlines.silence_s,
         )
         self._pairwise: PairwiseExchange | None = None
-        if isinstance(config.run.strategy, PeerStrategy):
-            self._pairwise = PairwiseExchange(runtime, endpoint, config.run.job.deadlines.silence_s)
+        if isinstance(config.plan.strategy, PeerStrategy):
+            self._pairwise = PairwiseExchange(runtime, endpoint, config.plan.job.deadlines.silence_s)
         self._balance: ShareReporter | None = None
-        if config.run.balanced and config.run.workers > 1 and config.run.strategy.partitioning == "rounds":
-            assert isinstance(config.plan, RoundPlan | JoinedPlan)
-            self._balance = ShareReporter(config.plan, member.requests)
+        if config.plan.balanced and config.plan.workers > 1 and config.plan.strategy.partitioning == "rounds":
+            assert isinstance(config.batch_plan, RoundPlan | JoinedPlan)
+            self._balance = ShareReporter(config.batch_plan, member.requests)
         self._queue: BatchQueue | None = None
-        if config.loop is None and config.run.strategy.partitioning != "rounds" and config.run.workers > 1:
+        if config.loop is None and config.plan.strategy.partitioning != "rounds" and config.plan.workers > 1:
             self._queue = BatchQueue(self._recorder, runtime)
         self._lead: ReplicaLead | None = None  # of a replica of several processes
-        if config.run.parts > 1:
+        if config.plan.parts > 1:
             self._lead = ReplicaLead(runtime, endpoint, member, config, self._batch_gate, self._failed)
         self._source = self._make_source()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
@@ -206,19 +206,19 @@ class WorkerNode:
         config = self._config
         if config.loop is not None:
             return LoopSource(config.loop, config.rank, config.first_step, self._member.requests)
-        assert config.plan is not None
+        assert config.batch_plan is not None
         kind: Callable[..., Schedule] = Schedule
         if self._lead is not None:
             lead, runtime = self._lead.parts, self._runtime
-            kind = partial(LedSchedule, lead=lead, runtime=runtime, evaluation=config.run.evaluation)
+            kind = partial(LedSchedule, lead=lead, runtime=runtime, evaluation=config.plan.evaluation)
         return kind(
-            plan=config.plan,
+            plan=config.batch_plan,
             rank=config.rank,
-            epochs=config.run.job.epochs,
-            steps=config.run.steps_left,
-            lr=config.run.optimizer.lr,
+            epochs=config.plan.job.epochs,
+            steps=config.plan.steps_left,
+            lr=config.plan.optimizer.lr,
             queue=self._queue,
-            num_steps=config.run.job.steps,
+            num_steps=config.plan.job.steps,
             balance=self._balance,
             first_version=first_version_of(config),
         )
@@ -293,10 +293,10 @@ class WorkerNode:
             has_own_buffers = False
             if late:
                 await self._averager.adopt()
-            elif config.run.resume is not None:
-                has_own_buffers = await restore_own(config, runtime, replica, config.run.resume)
+            elif config.plan.resume is not None:
+                has_own_buffers = await restore_own(config, runtime, replica, config.plan.resume)
             self._averager.restored.set()
-            if config.run.loops_optimize:
+            if config.plan.optimizer_in_loop:
                 await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
             if self._evaluator is not None:
@@ -308,7 +308,7 @@ class WorkerNode:
                 await exchange.finish()
             await self._averager.freeze()  # others may ask after this one has its average
             if config.loop is not None:  # every worker's loop continues with the final parameters
-                buffers = await self._averager.average(last=True, catch_up=config.run.gradients_only)
+                buffers = await self._averager.average(last=True, catch_up=config.plan.averages_gradients)
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
         finally:
@@ -350,7 +350,7 @@ class WorkerNode:
 
         If that worker dies, even now, the next one keeps them. Where another phase of the job follows, nobody does.
         """
-        if self._config.run.follows:
+        if self._config.plan.follows:
             await self._member.heard(lambda: self._batch_gate.ending or self._is_over())
         if not self._is_lowest():
             self._report(exchange)
@@ -411,11 +411,11 @@ class WorkerNode:
 def first_version_of(config: WorkerConfig) -> int | None:
     """Version that a worker's first minibatch is for, where rounds may go on without it; see `Schedule`."""
     quorum = None
-    if isinstance(config.run.strategy, ServerStrategy):
-        quorum = config.run.strategy.quorum(config.run.workers)
+    if isinstance(config.plan.strategy, ServerStrategy):
+        quorum = config.plan.strategy.quorum(config.plan.workers)
     if quorum is None and not config.losses.stands_in and not config.losses.skips_lost:
         return None
-    return config.run.resume.rounds if config.run.resume else 0
+    return config.plan.resume.rounds if config.plan.resume else 0
 
 
 def init_of(config: WorkerConfig, runtime: Runtime) -> Callable[[Vector], Awaitable[None]]:

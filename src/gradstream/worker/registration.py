@@ -52,9 +52,9 @@ def _parts_of(model: Model) -> list[v1.ModelPart]:
 
 def row_exchange_of(config: WorkerConfig) -> RowExchange | None:
     """Which rows are exchanged; None for all of every chunk, as with a user's loop."""
-    if config.loop is not None or not isinstance(config.run.strategy, ServerStrategy):
+    if config.loop is not None or not isinstance(config.plan.strategy, ServerStrategy):
         return None
-    return config.run.strategy.rows(bool(config.model.layout.tables))
+    return config.plan.strategy.rows(bool(config.model.layout.tables))
 
 
 def row_spec_for(config: WorkerConfig) -> v1.RowSpec | None:

@@ -106,7 +106,7 @@ class StepMeter:
 # A worker's presence in its run: whether it may begin a minibatch, and whether others wait for it.
 
 
-class Attendance:
+class PausableGate:
     """Takes a worker through the gate before each minibatch, and pauses it while it has nothing to do.
 
     Nobody waits for a paused worker: neither for its clock nor for its updates.
@@ -279,7 +279,7 @@ class Replica(ABC):
         self._part_sums = vector_of(self._landing, allocate, "sums") if context.joins else None
         self._unpushed: dict[BatchRef, None] = {}  # minibatches that have begun, and are in no update yet
         self._meter = StepMeter(context.runtime, attribution)
-        self._attendance = Attendance(context.batch_gate, self._meter, self._flush)
+        self._pausable_gate = PausableGate(context.batch_gate, self._meter, self._flush)
 
     @property
     def seen_samples(self) -> int:
@@ -315,9 +315,9 @@ class Replica(ABC):
 
     async def batches(self) -> AsyncIterator[api.Minibatch]:
         """See `strategies.api.Worker`."""
-        context, schedule, attendance = self._context, self._context.schedule, self._attendance
+        context, schedule, pausable_gate = self._context, self._context.schedule, self._pausable_gate
         hooks = ScheduleHooks(
-            gate=attendance.enter,
+            gate=pausable_gate.enter,
             interval=lambda: context.batch_gate.interval.number,
             close=self._close,
             skip=self._skip,
@@ -328,8 +328,8 @@ class Replica(ABC):
                 size = schedule.size(ref)
                 batch = await self._read(ref) if size is None else SampleBatch(ref, size)
                 self._unpushed[ref] = None
-                if attendance.waited_for:
-                    await attendance.resume()
+                if pausable_gate.waited_for:
+                    await pausable_gate.resume()
                 yield batch
                 if schedule.passed(batch):
                     context.on_step(self._meter.event(self.rank, self.step, batch, schedule.rate(ref)))
@@ -364,14 +364,14 @@ class Replica(ABC):
 
     async def _close(self) -> None:
         """Called when this worker has no minibatch left. Brings everything into the model, and checks that."""
-        await self._attendance.stand()
+        await self._pausable_gate.stand()
         if self._unpushed:  # no other worker goes through them, so the run would never end
             raise UserCodeError(
                 f"worker-{self.rank}: {len(self._unpushed)} of its {self.step} minibatches were never pushed, "
                 f"{next(iter(self._unpushed))} for one: a strategy must push the gradient of each minibatch, "
                 "by update(), accumulate() or optimize()"
             )
-        await self._attendance.leave()
+        await self._pausable_gate.leave()
 
     def _handed_out(self, refs: Sequence[BatchRef]) -> Callable[[], None]:
         """Notes that an update has these minibatches. Returns what is to be called when the server has it."""

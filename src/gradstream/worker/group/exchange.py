@@ -101,10 +101,10 @@ async def make(assembly: Assembly) -> GroupExchange:
         PeerLostError, DeadlineError: another worker was lost meanwhile.
     """
     config, context, layout = assembly.config, assembly.context, assembly.config.model.layout
-    strategy, look, heard = config.run.strategy, None, context.member.emit
+    strategy, look, heard = config.plan.strategy, None, context.member.emit
     assert isinstance(strategy, GroupStrategy)
-    if config.run.looks_first:
-        size_bytes, answer_s = layout.elems * layout.dtype.itemsize, config.run.job.deadlines.silence_s
+    if config.plan.looks_first:
+        size_bytes, answer_s = layout.elems * layout.dtype.itemsize, config.plan.job.deadlines.silence_s
         look = FirstLook(context.runtime, size_bytes, context.member.emit, answer_s)
         heard = look.heard
     groups = GroupAssembly(assembly, strategy, heard)
@@ -115,7 +115,7 @@ async def make(assembly: Assembly) -> GroupExchange:
         survives=config.losses.stands_in and not context.runtime.memory.shape_only,
         interrupt=assembly.batch_gate.interrupt,
         agreement=assembly.agreement,
-        alone=config.run.workers == 1,
+        alone=config.plan.workers == 1,
     )
     first = await forming.through(lambda group: groups.setup(group, forming.notice))
     return GroupExchange(
@@ -125,7 +125,7 @@ async def make(assembly: Assembly) -> GroupExchange:
         groups.setup,
         partial(GroupReplica, assembly.replica_context(), first, whole=forming.whole, delay=strategy.delay),
         (layout.elems, config.chunk_elems),
-        None if config.run.parts == 1 else part_map_of(context.member.notice.model, config.part),
+        None if config.plan.parts == 1 else part_map_of(context.member.notice.model, config.part),
         look,
     )
 
@@ -230,8 +230,8 @@ class GroupExchange(Exchange):
             await context.init(self.replica.parameters)
             return
         folder, storage = context.resume.folder, context.runtime.storage
-        work, state = Work("restore", elems=len(self.replica.parameters)), context.config.run.restores_state
-        carried, version = context.carried, context.config.run.renumbered
+        work, state = Work("restore", elems=len(self.replica.parameters)), context.config.plan.restores_state
+        carried, version = context.carried, context.config.plan.renumbered
         await context.runtime.beside(
             lambda: source.restore(storage, folder, carried, whole=whole, state=state, version=version),
             work=work,

@@ -25,8 +25,8 @@ from gradstream.worker.group.coded_sums import CodedSums, LowRankSums
 from gradstream.worker.group.joint_gradient import JointGradient
 from gradstream.worker.group.sufficient_factors import SufficientFactors
 from gradstream.worker.parts.joint_gradient import PartJointGradient
-from gradstream.worker.remainders import encoder_of
 from gradstream.worker.schedule import Schedule
+from gradstream.worker.unsent_state import encoder_of
 from gradstream.worker.updater import Updater
 
 
@@ -139,7 +139,7 @@ class GroupAssembly:
         part = config.part  # a worker that is in has all its parts
         names = [member_name(part, node.rank) for node in notice.nodes if node.role == "worker"]
         rank = names.index(context.runtime.node)
-        members = GroupMembers(names, rank, notice.epoch, config.run.job.deadlines.silence_s)
+        members = GroupMembers(names, rank, notice.epoch, config.plan.job.deadlines.silence_s)
         return await config.form_group(
             context.runtime,
             context.endpoint,
@@ -152,10 +152,10 @@ class GroupAssembly:
         config, layout = self._config, self._config.model.layout
         sharded = self._strategy.sharded
         if sharded is None:  # a user's loop may look at all parameters after another worker's death
-            alone = config.loop is None and config.run.parts == 1
+            alone = config.loop is None and config.plan.parts == 1
             grouped = config.update_rule[1]
             alone = (
-                alone and not (grouped is not None and grouped.whole_matrices) and config.run.codec is None
+                alone and not (grouped is not None and grouped.whole_matrices) and config.plan.codec is None
             )
             sharded = group.shares_memory and alone and not self._strategy.factors
         bucket_elems = self._strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
@@ -179,31 +179,31 @@ class GroupAssembly:
             parameters=parameters,
             spare=spare,
             factors=None
-            if sharded or stand_ins or config.run.job.noise_scale or config.run.codec is not None
+            if sharded or stand_ins or config.plan.job.noise_scale or config.plan.codec is not None
             else self._sufficient_factors(group),
             stand_ins=stand_ins,
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
-            noise=self._noise(group) if config.run.job.noise_scale else None,
+            noise=self._noise(group) if config.plan.job.noise_scale else None,
             coded=self._coded(group, buckets),
             low_rank=self._low_rank(group, buckets),
         )
 
     def _low_rank(self, group: Group, buckets: Buckets) -> LowRankSums | None:
-        config, kept, runtime = self._config, self._assembly.remainders, self._context.runtime
-        if kept is None or not isinstance(config.run.codec, PowerSGD):
+        config, kept, runtime = self._config, self._assembly.unsent, self._context.runtime
+        if kept is None or not isinstance(config.plan.codec, PowerSGD):
             return None
         layout, left = config.model.layout, kept.vectors["residual"]
         return LowRankSums(
-            runtime, group, layout, buckets.bounds, config.run.codec, config.run.job.seed, left, kept.bases
+            runtime, group, layout, buckets.bounds, config.plan.codec, config.plan.job.seed, left, kept.bases
         )
 
     def _coded(self, group: Group, buckets: Buckets) -> CodedSums | None:
         context = self._context
-        encoder = encoder_of(context, self._assembly.remainders)
+        encoder = encoder_of(context, self._assembly.unsent)
         return None if encoder is None else CodedSums(context.runtime, group, buckets.bounds, encoder)
 
     def _noise(self, group: Group) -> NoiseMeter:
-        parts = self._config.run.parts
+        parts = self._config.plan.parts
         return NoiseMeter(self._config.rank, group.size * parts, pieces=1, emit=self._context.member.emit)
 
     async def _common(self, group: Group, buckets: Buckets) -> tuple[Vector, Updater, Sequence[Vector]]:
@@ -245,14 +245,14 @@ class GroupAssembly:
         """The layers that may be exchanged as factors; None if there are none."""
         config, context = self._config, self._context
         layers = factored_layers_of(config.model)
-        alone = config.loop is None and config.run.parts == 1
-        several = isinstance(config.plan, JoinedPlan) or not alone or bool(config.clip)
+        alone = config.loop is None and config.plan.parts == 1
+        several = isinstance(config.batch_plan, JoinedPlan) or not alone or bool(config.clip)
         guessed = self._strategy.factors is None and context.runtime.memory.shape_only
-        if several or not layers or config.run.workers == 1 or guessed:  # only a backward pass knows
+        if several or not layers or config.plan.workers == 1 or guessed:  # only a backward pass knows
             return None
         hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == config.role}
         near = group.shares_memory or len(hosts) == 1
-        num_workers = config.run.workers
+        num_workers = config.plan.workers
         return SufficientFactors(
             context.runtime,
             group,

@@ -28,7 +28,7 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.assembly import Assembly
 from gradstream.worker.exchange import Exchange, ExchangeContext, Transfers
 from gradstream.worker.pairs.replica import PeerReplica
-from gradstream.worker.remainders import encoder_of
+from gradstream.worker.unsent_state import encoder_of
 
 # ---- peer states -------------------------------------------------------------------------
 # `PeerStates`: what a worker with parameters of its own gives to others, by the method "replica".
@@ -209,7 +209,7 @@ GONE = (PeerLostError, DeadlineError)
 async def make(assembly: Assembly) -> PeerExchange:
     """Makes a worker's exchange."""
     config, context, pairwise = assembly.config, assembly.context, assembly.pairwise
-    strategy, member, resume = config.run.strategy, context.member, context.resume
+    strategy, member, resume = config.plan.strategy, context.member, context.resume
     assert pairwise is not None and isinstance(strategy, PeerStrategy)
     return PeerExchange(
         context,
@@ -218,14 +218,14 @@ async def make(assembly: Assembly) -> PeerExchange:
         lambda transfers: PeerReplica(
             assembly.replica_context(),
             pairwise,
-            config.run.job.seed,
+            config.plan.job.seed,
             strategy,
             lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
-            encoder_of(context, assembly.remainders),
+            encoder_of(context, assembly.unsent),
             transfers,
             member.emit,
         ),
-        restores=resume is not None and resume.replicas == config.run.replicas,
+        restores=resume is not None and resume.replicas == config.plan.replicas,
         chunk_elems=config.chunk_elems,
     )
 
@@ -261,7 +261,7 @@ class PeerExchange(Exchange):
         self._transfers = Transfers(context.config.rank, context.member.emit)
         self._accounted = (0, 0, 0, 0)  # exchanges, bytes both ways, and those of whole vectors
         self.replica = replica(self._transfers)
-        self._states = PeerStates(context.runtime, self.replica, context.config.run.job.deadlines.silence_s)
+        self._states = PeerStates(context.runtime, self.replica, context.config.plan.job.deadlines.silence_s)
         self._states.serve(context.endpoint)
         self._source = _PeerSnapshot(self, chunk_elems)
         self._members: Mapping[str, int] = {}
@@ -308,7 +308,7 @@ class PeerExchange(Exchange):
         context = self._context
         for name in self.others:
             try:
-                found = await copy_of(context.endpoint, name, context.config.run.job.deadlines.silence_s)
+                found = await copy_of(context.endpoint, name, context.config.plan.job.deadlines.silence_s)
             except GONE:
                 continue
             take = partial(take_over, self.replica, found, name)
@@ -383,7 +383,7 @@ class PeerExchange(Exchange):
                         name,
                         start,
                         part,
-                        context.config.run.job.deadlines.silence_s,
+                        context.config.plan.job.deadlines.silence_s,
                         last=last,
                     )
                 except GONE:

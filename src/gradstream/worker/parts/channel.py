@@ -30,12 +30,12 @@ from gradstream.wire import v1
 from gradstream.worker.parts.messages import (
     MESSAGE_ELEMS,
     Message,
+    PartDecision,
     PartGradientTurn,
     PartOutcome,
     PartReport,
     PartStandsIn,
     PartTurn,
-    PartVerdict,
     decode,
     encode,
 )
@@ -141,7 +141,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 _TAGS: Mapping[type, int] = {
     PartTurn: 0,
     PartReport: 1,
-    PartVerdict: 2,
+    PartDecision: 2,
     PartOutcome: 3,
     PartStandsIn: 4,
     PartGradientTurn: 5,
@@ -155,7 +155,7 @@ VECTORS, VALUES = 6, 7
 BRIEF_ELEMS = 1 << 17
 """So many elements are encoded without a change of thread."""
 
-M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
+M = TypeVar("M", PartTurn, PartReport, PartDecision, PartOutcome, PartStandsIn, PartGradientTurn)
 
 
 class PartChannel:

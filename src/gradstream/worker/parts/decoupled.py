@@ -73,8 +73,8 @@ class DecoupledGradients(PartSource):
 
     def __init__(self, config: WorkerConfig, *place: Any) -> None:
         super().__init__(config, *place)
-        assert isinstance(config.run.job.pipeline, SyntheticGradients)
-        how = self._how = config.run.job.pipeline
+        assert isinstance(config.plan.job.pipeline, SyntheticGradients)
+        how = self._how = config.plan.job.pipeline
         plan, self._part = self.model.plan, self.model.part
         stage = plan.stages[self._part]  # parts that train apart have one stage each
         self._data = [value for value in plan.values if value.source == DATA]

@@ -175,9 +175,9 @@ class PartSource(ABC):
         self._agreement = agreement
         self._feed = feed
         self._rank = config.rank
-        self._seed = config.run.job.seed
+        self._seed = config.plan.job.seed
         self._clip = config.clip
-        self.exchanges = config.run.workers > 1 or not isinstance(config.run.strategy, GroupStrategy)
+        self.exchanges = config.plan.workers > 1 or not isinstance(config.plan.strategy, GroupStrategy)
         self.redoing: PartSource = self
 
     def of_rank(self, rank: int, feed: Feed | None) -> PartSource:

@@ -35,11 +35,11 @@ class HybridGradients(AgreedSource):
 
     def __init__(self, config: WorkerConfig, runtime: Runtime, model: PartModel, *place: Any) -> None:
         super().__init__(config, runtime, model, *place)
-        assert config.plan is not None
-        assert isinstance(model, HybridModel) and isinstance(config.run.job.pipeline, Hybrid)
+        assert config.batch_plan is not None
+        assert isinstance(model, HybridModel) and isinstance(config.plan.job.pipeline, Hybrid)
         self._hybrid = model
-        self._kind = config.run.job.pipeline.turns
-        self._reader_of = partial(feed_of, config.run.job.data, config.plan, seed=config.run.job.seed)
+        self._kind = config.plan.job.pipeline.turns
+        self._reader_of = partial(feed_of, config.plan.job.data, config.batch_plan, seed=config.plan.job.seed)
         self._reader = self._reader_of(rank=config.rank)
 
     def of_rank(self, rank: int, feed: Feed | None) -> HybridGradients:

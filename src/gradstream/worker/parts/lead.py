@@ -24,12 +24,12 @@ from gradstream.worker.parts.agreement import Agreed, Agreement, BatchAdmission,
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import (
     Message,
+    PartDecision,
     PartGradientTurn,
     PartOutcome,
     PartReport,
     PartStandsIn,
     PartTurn,
-    PartVerdict,
 )
 from gradstream.worker.schedule import Schedule, ScheduleHooks
 
@@ -213,7 +213,7 @@ class PartLead(Agreement):
                 refused = "the norm of the gradient overflows, so it cannot be clipped"
             elif norm > clip.norm:
                 scale = clip.norm / norm
-        self._say(PartVerdict(scale=scale, refused=refused))
+        self._say(PartDecision(scale=scale, refused=refused))
         return Agreed(scale, refused, loss, norm)
 
     def note(self, mine: PartReport) -> float:

@@ -75,7 +75,7 @@ class PartReport:
 
 
 @dataclass(frozen=True, slots=True)
-class PartVerdict:
+class PartDecision:
     """What becomes of a gradient, the same in all parts.
 
     Args:
@@ -122,8 +122,8 @@ class PartStandsIn:
     round: int
 
 
-Message: TypeAlias = PartTurn | PartReport | PartVerdict | PartOutcome | PartStandsIn | PartGradientTurn
-M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
+Message: TypeAlias = PartTurn | PartReport | PartDecision | PartOutcome | PartStandsIn | PartGradientTurn
+M = TypeVar("M", PartTurn, PartReport, PartDecision, PartOutcome, PartStandsIn, PartGradientTurn)
 
 
 def encode(message: Message) -> torch.Tensor:

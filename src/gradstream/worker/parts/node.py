@@ -32,12 +32,12 @@ from gradstream.worker.parts.agreement import Agreed, Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import PartMeter, PartPlace
 from gradstream.worker.parts.messages import (
+    PartDecision,
     PartGradientTurn,
     PartOutcome,
     PartReport,
     PartStandsIn,
     PartTurn,
-    PartVerdict,
 )
 from gradstream.worker.parts.outputs import compute_outputs, send_parameters, test_sizes
 from gradstream.worker.parts.sources import begin_predictors, gradients_of
@@ -107,7 +107,7 @@ class PartFollower(Agreement):
     async def reach(self, mine: PartReport, clip: Clip, num_summed: int) -> Agreed:
         """See `Agreement`: reports to the worker, and hears what becomes of the gradient."""
         self._channel.say(LEAD, mine)
-        verdict = await self._channel.hear(LEAD, PartVerdict)
+        verdict = await self._channel.hear(LEAD, PartDecision)
         return Agreed(verdict.scale, verdict.refused)
 
     def note(self, mine: PartReport) -> float:
@@ -252,25 +252,25 @@ class PartNode:
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig) -> None:
-        assert config.plan is not None and isinstance(config.model, PartModel)
+        assert config.batch_plan is not None and isinstance(config.model, PartModel)
         self._runtime = runtime
         self._endpoint = endpoint
         self._member = member
         self._config = config
         self._model = config.model
-        self._names = replica_of(config.rank, config.run.parts)
-        limits = config.run.job.deadlines.silence_s, config.micro_batch_samples
+        self._names = replica_of(config.rank, config.plan.parts)
+        limits = config.plan.job.deadlines.silence_s, config.micro_batch_samples
         self._channel = PartChannel(runtime, endpoint, self._names, config.model, self._failed, *limits)
         self._gate = FollowerGate(runtime.node)
         self._follower = PartFollower(self._channel, self._model, self._gate)
         self._follower.carry_out = self._carry_out
         self._source = FollowedSchedule(
-            plan=config.plan,
+            plan=config.batch_plan,
             rank=config.rank,
-            epochs=config.run.job.epochs,
-            steps=config.run.steps_left,
-            lr=config.run.optimizer.lr,
-            num_steps=config.run.job.steps,
+            epochs=config.plan.job.epochs,
+            steps=config.plan.steps_left,
+            lr=config.plan.optimizer.lr,
+            num_steps=config.plan.job.steps,
             first_version=first_version_of(config),
             follower=self._follower,
         )
@@ -372,9 +372,9 @@ class PartNode:
         elif turn.kind == "send":
             await send_parameters(self._channel, replica.parameters.tensor)
         else:
-            own = isinstance(self._config.run.strategy, ServerStrategy) and turn.newest
+            own = isinstance(self._config.plan.strategy, ServerStrategy) and turn.newest
             parameters = await replica.newest() if own else replica.parameters.tensor
-            for size in test_sizes(self._config.run.job.data):
+            for size in test_sizes(self._config.plan.job.data):
                 result = await compute_outputs(
                     self._runtime, self._model, self._channel, parameters, size, None
                 )

@@ -130,10 +130,10 @@ class PartGradients(AgreedSource):
 
     def __init__(self, config: WorkerConfig, *place: Any) -> None:
         super().__init__(config, *place)
-        self._micro_batches = config.run.job.micro_batches
-        self._schedule = self._scheduled(str(config.run.job.pipeline))
+        self._micro_batches = config.plan.job.micro_batches
+        self._schedule = self._scheduled(str(config.plan.job.pipeline))
         self._halves = any(step.kind == "weights" for step in self._schedule)
-        self._recompute = config.run.job.recompute
+        self._recompute = config.plan.job.recompute
 
     def _scheduled(self, name: str) -> Schedule:
         """This part's passes for a whole minibatch."""

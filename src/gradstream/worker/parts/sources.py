@@ -88,9 +88,9 @@ async def begin_predictors(
     if not isinstance(gradients, DecoupledGradients):
         return
     endpoint.serve("predictors", answering(gradients.state), model=False)
-    assert isinstance(config.run.job.pipeline, SyntheticGradients)
-    resume, node = config.run.resume, runtime.node
-    if late or resume is None or resume.predictors != config.run.job.pipeline.of_parts(config.run.parts):
+    assert isinstance(config.plan.job.pipeline, SyntheticGradients)
+    resume, node = config.plan.resume, runtime.node
+    if late or resume is None or resume.predictors != config.plan.job.pipeline.of_parts(config.plan.parts):
         return
     read = partial(read_own, runtime.storage, resume.folder, "predictors", node)
     found = await runtime.beside(read, work=Work("restore"))
@@ -116,14 +116,14 @@ def gradients_of(
 ) -> PartSource:
     """The gradients of one part. For the arguments, see `PartSource`."""
     kind: type[PartSource]
-    match config.run.job.pipeline:
+    match config.plan.job.pipeline:
         case SyntheticGradients():
             kind = DecoupledGradients
         case Hybrid():
             kind = HybridGradients
         case name:
             kind = StreamedGradients if name in STREAMING else PartGradients
-    channel = channel.encoded(config.run.job.pipeline_dtype)
+    channel = channel.encoded(config.plan.job.pipeline_dtype)
     source = kind(config, runtime, model, channel, agreement, feed)
     if not isinstance(source, AgreedSource):
         source.redoing = RedoneGradients(config, runtime, model, channel.beside(), agreement, feed)

@@ -87,8 +87,8 @@ class StreamedGradients(PartSource):
 
     def __init__(self, config: WorkerConfig, *place: Any) -> None:
         super().__init__(config, *place)
-        self.name, self.micro_batches = str(config.run.job.pipeline), config.run.job.micro_batches
-        self.recompute = config.run.job.recompute
+        self.name, self.micro_batches = str(config.plan.job.pipeline), config.plan.job.micro_batches
+        self.recompute = config.plan.job.recompute
         self._agreement.window = Window(ahead_of(self.name, self.model, self.micro_batches))
         self._stream: _Stream | None = None
 

@@ -56,10 +56,10 @@ class ReplicaLead:
         self._member = member
         self._config = config
         self._model = config.model
-        self._names = replica_of(config.rank, config.run.parts)
-        limits = config.run.job.deadlines.silence_s, config.micro_batch_samples
+        self._names = replica_of(config.rank, config.plan.parts)
+        limits = config.plan.job.deadlines.silence_s, config.micro_batch_samples
         self._channel = PartChannel(runtime, endpoint, self._names, config.model, failed, *limits)
-        self.parts = PartLead(self._channel, config.model, config.run.parts, gate, member)
+        self.parts = PartLead(self._channel, config.model, config.plan.parts, gate, member)
         self.close = self._channel.close
 
     async def begin(self) -> None:
@@ -124,8 +124,8 @@ class ReplicaLead:
 
 
 def _feed(config: WorkerConfig, rank: int) -> Feed:
-    assert config.plan is not None
-    return feed_of(config.run.job.data, config.plan, rank, config.run.job.seed)
+    assert config.batch_plan is not None
+    return feed_of(config.plan.job.data, config.batch_plan, rank, config.plan.job.seed)
 
 
 def _read(data: Dataset, ids: Ids, report: object) -> Batch:

@@ -25,21 +25,21 @@ from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartSource
 from gradstream.worker.parts.joint_gradient import PartStandIn
 from gradstream.worker.registration import row_exchange_of, row_spec_for
-from gradstream.worker.remainders import encoder_of
 from gradstream.worker.replica import ReplicaContext
 from gradstream.worker.server.redo import Redos
 from gradstream.worker.server.replica import ServerReplica
 from gradstream.worker.server.rows import RowReplica
 from gradstream.worker.server.stand_in import StandIn
+from gradstream.worker.unsent_state import encoder_of
 
 
 async def make(assembly: Assembly) -> ServerExchange:
     """Makes a worker's exchange, with a replica that sends rows where the strategy asks for it."""
     context, config, agreement = assembly.context, assembly.config, assembly.agreement
-    parts, changed, strategy = assembly.replica_context(), row_exchange_of(config), config.run.strategy
+    parts, changed, strategy = assembly.replica_context(), row_exchange_of(config), config.plan.strategy
     assert isinstance(strategy, ServerStrategy)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
-    encoder = encoder_of(context, assembly.remainders)
+    encoder = encoder_of(context, assembly.unsent)
     exchange = ServerExchange(context, strategy, partial(kind, parts), row_spec_for(config), encoder)
     if config.losses.stands_in:
         stand_in = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
@@ -90,7 +90,7 @@ class ServerExchange(Exchange):
             context.endpoint,
             placement,
             chunks,
-            context.config.run.job.deadlines,
+            context.config.plan.job.deadlines,
             self._transfers,
         )
         context.member.listen(lambda notice: links.move(placed(notice)))
@@ -106,7 +106,7 @@ class ServerExchange(Exchange):
             back_buffer,
             None if rows is None else RowMap.of(chunks, rows),
             encoder,
-            config.run.fetch_codec,
+            config.plan.fetch_codec,
         )
         self._layout = layout
         self.replica = replica(self._client)

@@ -26,7 +26,7 @@ from gradstream.server.client.fetch import Arrival
 from gradstream.server.client.push import Update
 from gradstream.strategies import api
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica import Attendance, Replica, ReplicaContext, vector_of
+from gradstream.worker.replica import PausableGate, Replica, ReplicaContext, vector_of
 from gradstream.worker.server.next_update import ElasticPull, LocalStep, NextUpdate, add_scaled
 from gradstream.worker.server.stand_in import PresentRound, StandIn
 from gradstream.worker.updater import Updater
@@ -107,7 +107,7 @@ class ServerReplica(Replica):
                 "the strategy waits for the clocks of all workers, but its drive() pauses some of them, whose clocks "
                 "do not advance: leave out the wait or drive()"
             )
-        self._attendance = Attendance(
+        self._pausable_gate = PausableGate(
             gate, self._meter, flush or self._flush, self.server, before, waited_for, self._context.late
         )
         return super().batches()
@@ -120,7 +120,7 @@ class ServerReplica(Replica):
     @property
     def resumed(self) -> bool:
         """See `strategies.api.ServerWorker`."""
-        return self._attendance.resumed
+        return self._pausable_gate.resumed
 
     @property
     def versions(self) -> Sequence[int]:
@@ -150,8 +150,8 @@ class ServerReplica(Replica):
 
     async def pull(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
         """See `strategies.api.ServerWorker`; `flush` as in `ServerClient.fetch_soon`."""
-        if min_clock and self._attendance.between:
-            await self._attendance.stand()  # the workers that it waits for may stand for a snapshot
+        if min_clock and self._pausable_gate.between:
+            await self._pausable_gate.stand()  # the workers that it waits for may stand for a snapshot
         back_buffer, self.server.back_buffer = self.server.back_buffer, self._gradient
         arrival = self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock)
         await arrival.done()

@@ -313,8 +313,8 @@ class RowReplica(ServerReplica):
 
     async def pull(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
         """See `ServerReplica.pull`."""
-        if min_clock and self._attendance.between:
-            await self._attendance.stand()
+        if min_clock and self._pausable_gate.between:
+            await self._pausable_gate.stand()
         await self.swap_in(self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock))
 
     # ---- local steps and sums -----------------------------------------------------------

@@ -49,14 +49,14 @@ async def make(assembly: Assembly) -> SharedExchange:
         ConfigError: the workers are not on one machine.
         PeerLostError, DeadlineError: a worker was lost before all had mapped the memory.
     """
-    context, parts, strategy = assembly.context, assembly.replica_context(), assembly.config.run.strategy
+    context, parts, strategy = assembly.context, assembly.replica_context(), assembly.config.plan.strategy
     assert isinstance(strategy, SharedMemoryStrategy)
     config = context.config
-    model, data = config.model, config.run.job.data
+    model, data = config.model, config.plan.job.data
     runtime, member = context.runtime, context.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
     names, epoch = names_of(member.notice.nodes, "worker"), member.notice.epoch
-    members = GroupMembers(names, config.rank, epoch, config.run.job.deadlines.silence_s)
+    members = GroupMembers(names, config.rank, epoch, config.plan.job.deadlines.silence_s)
     window = await open_shared_window(runtime, context.endpoint, members, on_event=member.emit)
     try:
         layout = model.layout
@@ -66,7 +66,7 @@ async def make(assembly: Assembly) -> SharedExchange:
     except BaseException:
         await window.close()
         raise
-    waits = Waits(runtime, member, words, config.run.job.deadlines.silence_s)
+    waits = Waits(runtime, member, words, config.plan.job.deadlines.silence_s)
     replica = SharedReplica(parts, parameters, words, waits.unlock, alone=not real)
     snapshot_source = _SharedSnapshot(replica, member, layout, config.chunk_elems)
     return SharedExchange(context, strategy, window, replica, snapshot_source, sparse)

@@ -1,4 +1,4 @@
-"""Ways to update components of a vector that others update too: which locks they take, and when.
+"""Schemes to update components of a vector that other workers update too: which locks they take, and when.
 
     plain, atomic      no lock
     lock               the lock of the whole vector, before the sample is read
@@ -84,13 +84,13 @@ def await_turn(locks: Any, me: Any, looks: int) -> int:
     return part_of(locks, turn)
 
 
-# ---- ways --------------------------------------------------------------------------------
+# ---- schemes -----------------------------------------------------------------------------
 
 GOT = -1
-"""`take` returns this if it has all locks. Otherwise it has none, and returns the number of one that was not free."""
+"""`take` returns this if it has all locks. Otherwise it has none, and returns the number of a lock that was taken."""
 
 Moment = Literal["sample", "read", "write"]
-"""When a way takes its locks: before the sample is read, before the vector is read, before it is written."""
+"""When a scheme takes its locks: before it reads the sample, reads the vector, or writes it."""
 
 
 @compiled
@@ -105,7 +105,7 @@ def _add_atomic(w: Any, v: int, change: Any) -> None:
 
 @compiled
 def take_nothing(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    """`take` at a moment at which a way takes no lock."""
+    """`take` at a moment at which a scheme takes no lock."""
     return GOT
 
 
@@ -162,8 +162,8 @@ def _nothing(locks: Any, me: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A way to update, in machine code.
+class UpdateScheme:
+    """An update scheme, in machine code.
 
     Args:
         add: (w, v, change): w_v ← w_v + change.
@@ -182,12 +182,12 @@ class Way:
     end: Callable[..., None] = _nothing
 
 
-WAYS: Mapping[str, Way] = {
-    "atomic": Way(_add_atomic),
-    "plain": Way(_add),
-    "lock": Way(_add, _take_whole, _give_whole, "sample"),
-    "short_lock": Way(_add, _take_whole, _give_whole, "read"),
-    "component_locks": Way(_add, _take_each, _give_each, "read"),
-    "round_robin": Way(_add, _take_turn, _give_turn, "write", begin=take_part, end=leave),
+SCHEMES: Mapping[str, UpdateScheme] = {
+    "atomic": UpdateScheme(_add_atomic),
+    "plain": UpdateScheme(_add),
+    "lock": UpdateScheme(_add, _take_whole, _give_whole, "sample"),
+    "short_lock": UpdateScheme(_add, _take_whole, _give_whole, "read"),
+    "component_locks": UpdateScheme(_add, _take_each, _give_each, "read"),
+    "round_robin": UpdateScheme(_add, _take_turn, _give_turn, "write", begin=take_part, end=leave),
 }
-"""A way for each of `UPDATES`."""
+"""The scheme of each of `UPDATES`."""

@@ -1,7 +1,7 @@
-"""`Remainders`: what a worker has not sent yet, in memory and in checkpoints.
+"""`UnsentState`: updates that a worker has not sent yet, in memory and in checkpoints.
 
-What its codec keeps between two pushes or rounds; and how far it has come since the exchange of its round began,
-where it computes meanwhile (`GroupStrategy.delay`).
+That is the state of its codec between two pushes or rounds and, with `GroupStrategy.delay`, its steps since the
+exchange of the round began.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from gradstream.worker.exchange import ExchangeContext
 
 
 def codec_state(codec: Codec | PowerSGD | None) -> Sequence[str]:
-    """Names of the vectors that a codec keeps."""
+    """Names of a codec's state vectors."""
     if codec is None:
         return ()
     return ("residual",) if isinstance(codec, PowerSGD) else codec.state_names
 
 
-class Remainders:
-    """Holds vectors of one worker. They are zero at first.
+class UnsentState:
+    """Vectors of one worker, zero at first.
 
     Args:
-        runtime: of the worker's node.
-        layout: of the parameters that the worker exchanges.
-        names: of the vectors.
+        layout: layout of the exchanged parameters.
+        names: names of the vectors.
 
     Attributes:
         vectors: by name, each as long as the parameters.
@@ -51,7 +50,7 @@ class Remainders:
         self.bases: dict[str, torch.Tensor] = {}
 
     def serve(self, endpoint: Endpoint) -> None:
-        """Gives the coordinator a copy for each checkpoint."""
+        """Serves copies to the coordinator for checkpoints."""
         endpoint.serve("remainders", answering(self._state), model=False)
 
     async def _state(self) -> Mapping[str, torch.Tensor]:
@@ -60,38 +59,36 @@ class Remainders:
         return {**{name: vector.tensor for name, vector in self.vectors.items()}, **self.bases}
 
     async def restore(self, resume: Resume) -> None:
-        """Takes over what the checkpoint has of this worker. A worker that was not in it begins at zero.
+        """Restores this worker's vectors from a checkpoint. A worker that is not in it begins at zero.
 
         Raises:
             DataError: the file is of another model, or another codec.
         """
         runtime, node = self._runtime, self._runtime.node
         read = partial(read_own, runtime.storage, resume.folder, "remainders", node)
-        found = await runtime.beside(read, work=Work("restore"))
-        if found is None:
-            say(
-                f"{node} begins with nothing left to send; {resume.folder} on this machine has no file of that"
-            )
+        saved = await runtime.beside(read, work=Work("restore"))
+        if saved is None:
+            say(f"{node} begins without unsent updates: {resume.folder} on this machine has no file of them")
             return
         expected = {name: vector.tensor for name, vector in self.vectors.items()}
         form = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()}
-        if form != {name: (found[name].shape, found[name].dtype) for name in form if name in found}:
+        if form != {name: (saved[name].shape, saved[name].dtype) for name in form if name in saved}:
             raise DataError(
-                f"{node}: the remainders in {resume.folder} do not fit this model, codec and strategy; resume from "
+                f"{node}: the unsent updates in {resume.folder} do not fit this model, codec and strategy; resume from "
                 "another checkpoint, or leave codec and delay out"
             )
-        for name, tensor in found.items():
+        for name, tensor in saved.items():
             if name in expected:
                 expected[name].copy_(tensor)
             else:
                 self.bases[name] = tensor
 
 
-def encoder_of(context: ExchangeContext, kept: Remainders | None) -> Encoder | None:
-    """Encodes what this worker exchanges; None where its codec encodes nothing by itself."""
-    config, codec = context.config, context.config.run.codec
-    if kept is None or codec is None or isinstance(codec, PowerSGD):
+def encoder_of(context: ExchangeContext, unsent: UnsentState | None) -> Encoder | None:
+    """The encoder of this worker's exchanges; None if its codec does not encode single vectors."""
+    config, codec = context.config, context.config.plan.codec
+    if unsent is None or codec is None or isinstance(codec, PowerSGD):
         return None
-    state = {name: kept.vectors[name] for name in codec.state_names}
-    seed = f"{config.run.job.seed}/{context.runtime.node}"
+    state = {name: unsent.vectors[name] for name in codec.state_names}
+    seed = f"{config.plan.job.seed}/{context.runtime.node}"
     return Encoder(codec, config.model.layout.dtype, seed, state)

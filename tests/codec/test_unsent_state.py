@@ -15,7 +15,7 @@ from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.worker.remainders import Remainders
+from gradstream.worker.unsent_state import UnsentState
 from whole_runs import same, unexpected
 
 C = gs.codecs
@@ -60,10 +60,10 @@ def test_a_stopped_run_ends_with_the_same_bits(kind: str, monkeypatch: pytest.Mo
     stopped(storage, whole.summary["train_s"] / 2, **options)
     assert same(whole, trained(**options, storage=storage, resume=True))
 
-    async def forget(self: Remainders, resume: Resume) -> None:
+    async def forget(self: UnsentState, resume: Resume) -> None:
         """A planted fault."""
 
-    monkeypatch.setattr(Remainders, "restore", forget)
+    monkeypatch.setattr(UnsentState, "restore", forget)
     assert not same(whole, trained(**options, storage=storage, resume=True))
 
 
