@@ -289,6 +289,4 @@ def test_sentences_of_collectives_have_the_recorded_figures(repository: Path) ->
     assert f"takes {small_us[0]:.0f} µs, of which the core takes {small_us[1]:.0f}" in text
     assert f"at {min(moving):.2f} to {max(moving):.2f} of moving" in text
     assert f"Of reading it is at {min(reading):.2f} to {max(reading):.2f}" in text
-    crowded = rows["4"]["rows"][2]["median_s"]
-    assert f"{1e3 * crowded['as called']:.1f} ms, the core {1e3 * crowded['core']:.1f}" in text
     assert f"takes {max(waiting, 1e-4):.2%} of a core" in text

@@ -20,7 +20,7 @@ HEADINGS = [
     "Measured",
     "Source",
 ]
-COMPARISONS = {"index", "distbelief"}
+COMPARISONS = {"index"}
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "strategies").glob("*.md"))
 
 

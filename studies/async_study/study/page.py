@@ -35,9 +35,12 @@ SAME = "="
 
 
 def path_of(page: str) -> Path:
-    """Where a page is: that of the study beside its record, those of strategies in docs/."""
+    """Where a page is: those of the study beside its record, those of strategies in docs/."""
+    folder = ROOT / "studies" / "async_study"
     if page == "study":
-        return ROOT / "studies" / "async_study" / "README.md"
+        return folder / "README.md"
+    if page == "distbelief":
+        return folder / "distbelief.md"
     return ROOT / "docs" / "strategies" / f"{page}.md"
 
 
