@@ -114,7 +114,7 @@ _MODULE_OF = {
     "train": "_train",
     "until": "coordinator.stopping",
 }
-"""Where a name of `__all__` is defined: a data set's maker in `data`, all others in `strategies`."""
+"""The module that defines each name of `__all__`: makers of data sets in `data`, everything else in `strategies`."""
 
 _FACES = {
     "codecs": "codec",
@@ -132,7 +132,7 @@ _FACES = {
     "testing": "testing",
     "trackers": "trackers",
 }
-"""Public modules by the short name that users write after `gs.`."""
+"""Public modules, by the short name that users write after `gs.`."""
 
 
 def __getattr__(name: str) -> Any:

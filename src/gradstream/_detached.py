@@ -1,7 +1,7 @@
-"""The launcher of a detached run, which is a process of its own: `python -P -m gradstream._detached [--begin] RUN`.
+"""The launcher process of a detached run: `python -P -m gradstream._detached [--begin] RUN`.
 
 In a session of its own it does what `gradstream train` does: it starts the nodes, or takes over those of a launcher
-that has died, follows them to the end, and evaluates the model; its output goes to `logs/launcher.log`. It holds the
+that has died, follows them to the end, and evaluates the model. Its output goes to `logs/launcher.log`. It takes the
 lock before it imports anything heavy, so that the run is never without a launcher for long.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gradstream.transport.proof import Credentials
 
 READY = b"ready\n"
-"""What a launcher writes to its standard output once the run has one."""
+"""What a launcher writes to its standard output once the run has a launcher."""
 
 START_S = 60.0
 
@@ -54,10 +54,10 @@ def start_launcher(run_dir: Path, *, begin: bool, cwd: str | None = None) -> Non
     Args:
         run_dir: directory of the run, with its nodes.json.
         cwd: see `Job.cwd`.
-        begin: whether it starts the nodes; otherwise it takes over those of a launcher that has died, if any live.
+        begin: whether to start the nodes; otherwise, to take over the live nodes of a launcher that has died.
 
     Raises:
-        PeerLostError, DeadlineError: the process ended, or did not say that it is there.
+        PeerLostError, DeadlineError: the process ended, or did not report in time.
         DiskError: its log cannot be written.
     """
     log = run_dir / "logs" / "launcher.log"
@@ -82,25 +82,25 @@ def start_launcher(run_dir: Path, *, begin: bool, cwd: str | None = None) -> Non
         os.close(output)
     assert process.stdout is not None
     with process.stdout as said:
-        told = bool(select.select([said], [], [], START_S)[0])
-        ready = told and said.readline() == READY
-    # Where this process outlives it, somebody has to hear of its end.
+        answered = bool(select.select([said], [], [], START_S)[0])
+        ready = answered and said.readline() == READY
+    # If this process outlives the launcher, it has to reap it.
     threading.Thread(target=process.wait, name="detached-launcher", daemon=True).start()
     if ready:
         return
-    if not told:
+    if not answered:
         raise DeadlineError("launcher", f"did not start within {START_S:g} s; see {log}")
     tail = escaped(log.read_text(errors="replace")[-TAIL_BYTES:], TAIL_BYTES, newlines=True)
     raise PeerLostError("launcher", f"its process did not start; the end of {log}:\n{tail}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the launcher to the end of the run, and returns its exit status."""
+    """Runs the launcher to the end of the run and returns its exit status."""
     parser = argparse.ArgumentParser(prog="gradstream._detached", description=__doc__)
     parser.add_argument("--begin", action="store_true", help="start the nodes, of a new or a resumed run")
     parser.add_argument("run", type=Path)
     arguments = parser.parse_args(argv)
-    # print() must not raise where the disk is full.
+    # print() must not raise when the disk is full.
     sys.stderr = log_stream(2, by_line=True)
     try:
         status = _hold(arguments.run, arguments.begin)
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _hold(run_dir: Path, begin: bool) -> int:
-    """Runs the launcher under the lock, and returns its exit status. Another launcher that was faster is left alone."""
+    """Runs the launcher under the lock and returns its exit status. Does nothing if another launcher was faster."""
     record = _record(run_dir, begin)
     with StopSignals() as signals, ExitStack() as stack:
         try:
@@ -125,7 +125,7 @@ def _hold(run_dir: Path, begin: bool) -> int:
             os.write(1, READY)
             return 0
         os.write(1, READY)
-        os.dup2(2, 1)  # hangs up on the process that waits for it
+        os.dup2(2, 1)  # closes the pipe on which the starting process waits
         sys.stdout = log_stream(1, by_line=True)
         return _launch(run_dir, record, begin, signals)
 
@@ -146,7 +146,7 @@ def _record(run_dir: Path, begin: bool) -> LauncherRecord:
 
 def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSignals) -> int:
     with ExitStack() as stack:
-        with signals.held():  # else a second one would leave nodes behind
+        with signals.held():  # a second signal would leave nodes behind
             # torch is imported from here on.
             from gradstream._launch import run_nodes
             from gradstream.run.failures import evaluate, failed_event
@@ -172,7 +172,7 @@ def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSig
 
 
 def _nodes(run_dir: Path, begin: bool) -> tuple[RunPlan, LocalCluster | None, Credentials]:
-    """The plan of the run, and its forkserver: a new one, or the one that is there; None if it has ended."""
+    """The plan of the run and its forkserver: a new one, or the existing one; None if that has ended."""
     from gradstream.job.code import run_kept
     from gradstream.run.local import LocalCluster
     from gradstream.run.local.environment import node_environment

@@ -1,4 +1,4 @@
-"""Runs the nodes of a run beside the callbacks of its job, and returns the finished run."""
+"""Runs the nodes of a run together with the callbacks of its job, and returns the finished run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradstream.untrusted import say
 
 
 def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
-    """Runs the nodes of a run, beside the callbacks of the job, and returns the finished run. Raises as `train`."""
+    """Runs the nodes of a run together with the callbacks of the job. Raises as `train`."""
     job = plan.job
     callbacks = callbacks_of(job, run_dir)
     options = dataclasses.replace(options, on_event=callbacks.beside(options.on_event))

@@ -75,19 +75,20 @@ def resume(
 ) -> Run:
     """Continues a run in its own directory, from the newest checkpoint that passes verification.
 
-    A synchronous run ends with the same bytes as one that was never stopped, also with another number of
-    servers. With another number of workers or another batch size, the run goes on at the same sample:
-    no sample of the epoch is left out or repeated. An asynchronous run uses every sample once.
-    Without a checkpoint the run begins again, with a message. A script with a training loop of its own
-    runs again from its top: `session.skip()` returns what it has gone through before.
+    A synchronous run ends with the same bytes as an uninterrupted one, even with another number of servers. With
+    another
+    number of workers or another batch size, the run continues at the same sample: no sample of the epoch is skipped or
+    repeated. An asynchronous run uses every sample once. Without a checkpoint the run starts over, with a message. A
+    script with its own training loop runs again from its top: `session.skip()` returns how far it had got.
 
     Args:
         path: the run directory.
-        job: the job, where the run was not made from a file (nodes are threads then), or to go on with other
-            options than the run had; a message names those. None reads it again as it was.
+        job: the job, if the run was not made from a file (nodes are threads then), or to continue with options that
+            differ
+            from the run's; a message names those. None reads the job again as it was.
         on_event, progress: as for `train`.
         listen: how other machines join again; None if there are none.
-        from_start: whether to begin from the start although there are checkpoints, all of them damaged.
+        from_start: whether to start over even though there are checkpoints, all of them damaged.
         detach: as for `train`.
         options: fields of the job to change: workers, servers, epochs, ...
 
@@ -95,9 +96,9 @@ def resume(
         The run, with the events of all its parts.
 
     Raises:
-        ConfigError: this is no run directory, a file in it is damaged, nothing is left to do, or code or data are
-            not those of before and `allow_changed` does not allow it. Nothing was started.
-        DataError: this run goes on already; or every checkpoint is damaged: the message names each file.
+        ConfigError: this is no run directory, a file in it is damaged, nothing is left to do, or code or data have
+            changed and `allow_changed` does not allow it. Nothing was started.
+        DataError: the run is still going on; or every checkpoint is damaged: the message names each file.
         Interrupted: the run was stopped again.
         GradstreamError: as in `train`.
     """
@@ -113,7 +114,7 @@ def resume(
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
     if detach:
         check_ways(job, None, None if job.spec else False, listen, detach, on_event, progress)
-    info = read_record(path / "run.json")  # the end of the run adds to it, so a damaged one is refused now
+    info = read_record(path / "run.json")  # the end of the run adds to it, so refuse a damaged one now
     job = dataclasses.replace(job, name=job.name or info.get("name"))
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
@@ -163,7 +164,7 @@ def resume(
 
 
 def _check_ended(path: Path) -> None:
-    """Raises DataError if processes of the run are left, with a launcher or without."""
+    """Raises DataError if processes of the run are left, with or without a launcher."""
     if holder_of(path) is not None or has_reader(path / CONTROL):
         raise DataError(
             f"{path} goes on: processes of it are left; `gradstream attach` shows its progress, and `gradstream stop` "
@@ -172,31 +173,31 @@ def _check_ended(path: Path) -> None:
 
 
 def _check_unchanged(path: Path, job: Job, *, is_another: bool) -> None:
-    """Raises ConfigError if code or data are not those of before; says so where that is allowed.
+    """Raises ConfigError if code or data have changed; prints a message instead where that is allowed.
 
-    `is_another`: whether the caller has brought the job, which may have other code.
+    `is_another`: whether the caller brought the job, whose code may differ.
     """
     before = described(path)
-    for part, mine, theirs in differences(checks_of(job.data), before.data):
-        told = f"{part} of the data set {job.data.name!r} changed since {path} has begun: from {theirs} to {mine}"
+    for part, now, was in differences(checks_of(job.data), before.data):
+        what = f"{part} of the data set {job.data.name!r} changed since {path} has begun: from {was} to {now}"
         if not job.allow_changed or part == NUMBER:
             raise ConfigError(
-                f"{told}; the run would go on in the middle of other data. Put those of before back, or begin a new "
+                f"{what}; the run would go on in the middle of other data. Put those of before back, or begin a new "
                 f"run. Where they differ from one process to the next: {before.same_data}. Where other samples are "
                 "meant, as many: allow_changed=True, --allow-changed"
             )
-        say(f"{told}; the run goes on with the data of now")
+        say(f"{what}; the run goes on with the data of now")
         break
     edited = ", ".join(map(str, changed(kept_code(path), users_code(job.spec))))
-    told = f"edited since {path} has begun: {edited}"
+    what = f"edited since {path} has begun: {edited}"
     if not edited:
         return
     if not (job.allow_changed or is_another):
         raise ConfigError(
-            f"{told}; the rest of the run would not fit what it has trained so far. Put back what it began with, of "
+            f"{what}; the rest of the run would not fit what it has trained so far. Put back what it began with, of "
             f"which {path / COPY} has a copy; or go on with the code of now: allow_changed=True, --allow-changed"
         )
-    say(f"{told}; the run goes on with the code of now")
+    say(f"{what}; the run goes on with the code of now")
 
 
 def _check_left(path: Path, finished: bool) -> None:
@@ -206,7 +207,7 @@ def _check_left(path: Path, finished: bool) -> None:
 
 
 def _say_what_differs(path: Path, plan: RunPlan, *, is_another: bool) -> None:
-    """Says what the run does not take over, and where the job of a caller (`is_another`) asks for other things."""
+    """Says which state the run does not restore, and where the caller's own job (`is_another`) differs from before."""
     if anew := begins_anew(plan):
         say(anew)
     if is_another and (changed := changes(described(path), NodeSpec.of(plan, path))):
@@ -218,7 +219,7 @@ def _refused(error: DataError) -> None:
 
 
 def _mend_events(path: Path) -> float:
-    """Removes a half-written last line of a killed process; returns the time of the last event."""
+    """Removes the half-written last line of a killed process; returns the time of the last event."""
     if not path.is_file():
         return 0.0
     data = path.read_bytes()
@@ -229,11 +230,11 @@ def _mend_events(path: Path) -> float:
 
 
 # ---- begins anew -------------------------------------------------------------------------
-# What a resumed run does not take over from its checkpoint: what single processes have of their own.
+# What a resumed run does not restore from its checkpoint: state that belongs to single processes.
 
 
 def begins_anew(plan: RunPlan) -> str:
-    """A sentence on what begins anew; "" if the run takes over all, or is not resumed."""
+    """A sentence that names the state that starts over; "" if the run restores everything, or is not resumed."""
     return "; ".join(_begun(plan, plan.resume)) if plan.resume is not None else ""
 
 
@@ -263,7 +264,7 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
 
 
 def _on_workers(plan: RunPlan) -> str:
-    """Names the optimizers' state that no checkpoint has: of workers that make steps of their own; "" if none."""
+    """Names the optimizer state that no checkpoint has: that of workers that make their own steps; "" if none."""
     if not plan.trains_locally:
         return ""
     if plan.optimizer_in_loop:
@@ -277,18 +278,18 @@ def _on_workers(plan: RunPlan) -> str:
 
 
 # ---- changes -----------------------------------------------------------------------------
-# What a job asks for now that is not what its run had before.
+# Options of the job that differ from those of its run so far.
 
 _NOT_ASKED = frozenset({"run_dir", "name", "chunk_elems", "cwd"})
-"""Fields that say where a run is kept and was started, what it is called, and one that a checkpoint has."""
+"""Fields for where a run is kept, where it was started and what it is called, and a field that a checkpoint has."""
 
 
 def changes(before: NodeSpec, now: NodeSpec) -> str:
-    """Names each value of a run that is another one now: "epochs = 20, before 10"; "" if none is.
+    """Names each value of a run that has changed: "epochs = 20, before 10"; "" if none has.
 
     Args:
-        before: the description of the run as it was begun, or resumed the last time.
-        now: that of the plan by which it goes on.
+        before: the description of the run as it was started, or last resumed.
+        now: the description from the plan by which it continues.
     """
     old, new = dict(_values(before)), dict(_values(now))
     return "; ".join(

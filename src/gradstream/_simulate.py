@@ -55,9 +55,10 @@ def simulate(
 ) -> Run:
     """Runs a job with all of its nodes in this process, on virtual time.
 
-    The nodes are those of `train`; only time, threads and network are simulated. A shape-only simulation
-    computes no gradients and holds no parameters, so that large models on many workers fit in little memory;
-    durations and bytes are the same as with parameters.
+    The nodes are those of `train`; only time, threads and network are simulated. A shape-only simulation computes no
+    gradients and holds no parameters, so that large models on many workers fit in little memory; durations and bytes
+    are
+    the same as with parameters.
 
     A running event loop, as in a notebook, is blocked until this returns. Ctrl-C ends the simulation at once,
     with KeyboardInterrupt.
@@ -68,8 +69,8 @@ def simulate(
         on_event: called with each event as it happens; `time_s` is virtual.
         script: a coroutine function of the `SimulatedCluster`, which runs beside the nodes: it can sleep in
             virtual time, kill nodes, and stop the run.
-        storage: the disk of all nodes, on which checkpoints are made; None makes no checkpoints.
-        resume: whether to go on from the newest good checkpoint in `storage`, where there is one.
+        storage: the disk of all nodes, for checkpoints; None makes no checkpoints.
+        resume: whether to continue from the newest good checkpoint in `storage`, if there is one.
 
     Returns:
         The run; nothing of it is on disk.
@@ -99,7 +100,7 @@ def simulate(
 
     checkpoint = to_resume(storage, lambda _: None) if storage is not None and resume else None
     job = measured_first(job)
-    if job.phases and storage is None:  # each phase goes on from a checkpoint, and there are no others
+    if job.phases and storage is None:  # each phase continues from a checkpoint
         job = dataclasses.replace(job, checkpoint_every=None)
     plan = plan_run(
         job,
@@ -146,7 +147,7 @@ def _recording(storage: Storage, job: str) -> dict[str, bytes]:
 def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:
     failed = next((event for event in events if event["event"] == "failed"), None)
     if not any(event["event"] == "started" for event in events):
-        # A node that fails before it has joined cannot report why: the others only miss it.
+        # A node that fails before it has joined cannot report why: the other nodes only notice that it is missing.
         for name, error in cluster.outcomes.items():
             if isinstance(error, Exception) and not isinstance(error, _OF_OTHERS):
                 text = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))

@@ -45,29 +45,29 @@ NO_SCRIPT = (
 )
 
 ENGINES = {"ray": "gradstream.ext.ray.engine:RayEngine"}
-"""Places of the engines that `engine` may name. Each is imported when it is asked for."""
+"""Where the engines are that `engine` may name. Each is imported when it is first used."""
 
 _made: dict[str, list[Path]] = {}
 """Run directories that this process has made, by the spec of the job: a script may make several."""
 
 
 class RunEngine(Protocol):
-    """Another program that runs the nodes of a job; `ENGINES` has those with a name."""
+    """Another program that runs the nodes of a job; `ENGINES` lists those that have a name."""
 
     @classmethod
     def parse(cls, text: str) -> RunEngine:
-        """Reads an engine as a command line has it, such as "ray?cpus=4". Raises ConfigError."""
+        """Reads an engine from command-line text such as "ray?cpus=4". Raises ConfigError."""
 
     def run(
         self, job: str, words: Sequence[str], *, workers: int, run_dir: Path, on_event: OnEvent | None
     ) -> None:
-        """Trains to the end; the run is in `run_dir` then, as far as it came. Raises as `train`.
+        """Trains to the end. Afterwards `run_dir` holds the run, as far as it got. Raises as `train`.
 
         Args:
             job: the job: "module:function", or the absolute path of a file, or "file.py:function".
             words: options of `gradstream train`, and arguments of the job file after "--".
             workers: number of workers, or of parts of replicas.
-            run_dir: where the finished run is to be.
+            run_dir: where to put the finished run.
             on_event: called with each event of the run.
         """
 
@@ -90,31 +90,31 @@ def train(
     Args:
         model: a `Model`, a function that makes one, a whole `Job`, or a function that makes a job.
         data: a data set, the name of one, or a pair of arrays (inputs, targets); None if `model` is a job.
-        on_event: called with each event of the run, as `events.jsonl` holds it.
-        progress: whether a line on stderr shows how far the run is. None shows it at a terminal and in a notebook,
-            unless there is an `on_event`; where stderr is a file, nothing.
-        processes: whether nodes are processes, or threads of this one. None takes processes where
+        on_event: called with each event of the run, in the form of `events.jsonl`.
+        progress: whether a line on stderr shows the progress. None shows it at a terminal and in a notebook,
+            unless `on_event` is set; if stderr is a file, nothing is shown.
+        processes: whether nodes are processes, or threads of this one. None uses processes where
             they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
             and a warning says that nodes are threads.
-        listen: the address of this machine at which others reach it, "10.0.0.1" or "10.0.0.1:4000".
-            `train` prints the line that joins another machine to stderr, and training begins when all
+        listen: the address at which other machines reach this one, "10.0.0.1" or "10.0.0.1:4000".
+            `train` prints the command that joins another machine to stderr, and training begins when all
             machines have joined. None trains on this machine alone. See `run.remote.listening.Listening`.
         wait: number of machines, this one included, with `listen`. Each has one worker and, unless `servers`
-            is given, one shard of the parameter server.
-        detach: whether to return at once, while the run goes on without this process: see `gradstream.runs.attach`.
-        engine: has another program run the nodes: "ray", or a `gradstream.ext.ray.engine.RayEngine`, which says
-            more. The job is in a file, or in the script that calls this, and the nodes read it there.
-        options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
-            job, they replace its own; `steps` also replaces its `epochs`, or the other way round.
+            is set, one shard of the parameter server.
+        detach: whether to return at once while the run goes on without this process: see `gradstream.runs.attach`.
+        engine: has another program run the nodes: "ray", or a `gradstream.ext.ray.engine.RayEngine` for more options.
+            The job must be in a file, or in the calling script: the nodes read it from there.
+        options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... If `model` is a
+            job, they replace its fields; `steps` also replaces its `epochs`, and vice versa.
 
     Returns:
-        The run: parameters, history, figures, `evaluate`. With `detach`, its directory, and what there is so far.
+        The run: parameters, history, figures, `evaluate`. With `detach`, its directory and what is there so far.
 
     Raises:
         ConfigError: an argument is wrong. Nothing was started.
         UserCodeError, GradientError: the user's code failed on a node; the message names the node, and
             `traceback_text` is the traceback.
-        PeerLostError: a node was lost that the strategy cannot do without.
+        PeerLostError: a node was lost without which the strategy cannot continue.
         RefusedError, DeadlineError: a node or a machine was refused, or did not join in time.
         Interrupted: Ctrl-C or SIGTERM; a checkpoint was made first, and the message says how to resume the
             run. A second one ends the run at once (KeyboardInterrupt, SystemExit).
@@ -161,7 +161,7 @@ def train(
 def train_by_engine(
     job: Job, engine: str | RunEngine, words: Sequence[str], *, on_event: OnEvent | None = None
 ) -> Run:
-    """Trains a job on the nodes of an engine, and returns the finished run; see `train`.
+    """Trains a job on the nodes of an engine and returns the finished run; see `train`.
 
     Args:
         engine: an engine, or its name and options as its `parse` reads them.
@@ -189,14 +189,14 @@ def train_by_engine(
         )
     except BaseException:
         with contextlib.suppress(OSError):
-            run_dir.rmdir()  # where nothing has begun it is empty
+            run_dir.rmdir()  # it is empty if nothing was started
         raise
     _made.setdefault(spec, []).append(run_dir)
     return load_run(run_dir, job)
 
 
 def _engine(text: str) -> RunEngine:
-    """The engine that a command line names. Raises ConfigError if there is none of this name."""
+    """The engine that this text names. Raises ConfigError if there is none of that name."""
     name = re.split(r"\W", text, maxsplit=1)[0]
     if name not in ENGINES:
         raise ConfigError(f"engine {text!r}: expected {' or '.join(ENGINES)}, with options or without")
@@ -206,10 +206,10 @@ def _engine(text: str) -> RunEngine:
 
 
 def words_of(options: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The options of a call of `train` as those of the command line.
+    """The options of a call of `train`, written as command-line arguments.
 
     Raises:
-        ConfigError: a value is an object, which other processes can only get from a file.
+        ConfigError: a value is an object, which other processes can only read from a file.
     """
     words = []
     for name, value in options.items():
@@ -226,12 +226,12 @@ def words_of(options: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def launch(plan: RunPlan, run_dir: Path, *, detach: bool = False, **options: Any) -> Run:
-    """Runs the nodes of a new or a resumed run, and returns the finished run; see `train`.
+    """Runs the nodes of a new or a resumed run and returns the finished run; see `train`.
 
     Args:
-        plan: plan of the run, as `plan_run` makes it.
+        plan: as `plan_run` makes it.
         run_dir: an existing directory.
-        detach: whether another process runs them; the run is returned as it is now.
+        detach: whether another process runs the nodes; the run is returned as it is now.
         options: fields of `LaunchOptions`. A run with `stop` is a trial, and does not count among the runs that the
             job's script has made.
     """
@@ -252,13 +252,13 @@ def launch(plan: RunPlan, run_dir: Path, *, detach: bool = False, **options: Any
 def host(
     job: Job, on_address: OnAddress, *, processes: bool = True, listening: Listening | None = None
 ) -> Run:
-    """Runs coordinator and shards of a run until it is over, where other programs start the workers.
+    """Runs the coordinator and the shards of a run to its end, while other programs start the workers.
 
     Args:
         job: an open-ended job (see `gradstream.session`).
         on_address: called with the path of nodes.json, the coordinator's address, and the network arguments of a
             worker of this machine.
-        processes: whether coordinator and shards are processes, or threads of this one.
+        processes: whether coordinator and shards are processes; otherwise threads of this one.
         listening: how workers of other machines join; None if there are none.
 
     Raises:
@@ -290,7 +290,7 @@ def check_ways(
     on_event: OnEvent | None,
     progress: bool | None,
 ) -> None:
-    """Raises ConfigError if ways of starting a run do not go together."""
+    """Raises ConfigError if ways of starting a run exclude each other."""
     asked = {
         "engine": engine is not None and "engine=...",
         "processes=": processes is not None and f"processes={processes}",
@@ -311,7 +311,7 @@ def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
 
 
 def _place(job: Job, processes: bool | None) -> str | None:
-    """The place where other processes find the job; None if they cannot find it, and nodes are threads.
+    """The place where other processes find the job; None if they cannot, and nodes are threads.
 
     Raises:
         ConfigError: they cannot find it, but `processes` asks for processes.
@@ -329,7 +329,7 @@ def _place(job: Job, processes: bool | None) -> str | None:
 
 
 def make_run_dir(job: Job) -> Path:
-    """Makes a new, empty directory: the one asked for, or runs/<utc>-<name> where the program was started."""
+    """Makes a new, empty directory: the one of the job, or runs/<utc>-<name> where the program was started."""
     try:
         return _new_run_dir(job)
     except OSError as error:

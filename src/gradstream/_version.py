@@ -1,3 +1,3 @@
-"""The version of this package: what nodes of one run compare, and pip shows."""
+"""The version of this package: nodes of one run compare it, and pip shows it."""
 
 __version__ = "0.1.0"

@@ -120,7 +120,7 @@ class ReplicasDifferError(GradstreamError):
     """Replicas that must be equal differ between workers.
 
     Args:
-        message: names the step and the values, and what of the user's own script may be the cause.
+        message: names the step, the values, and what in the user's script may be the cause.
     """
 
     def __init__(self, message: str) -> None:
@@ -146,7 +146,7 @@ class UserCodeError(GradstreamError):
     Args:
         message: one line that names the rank and the step.
         traceback_text: the formatted traceback of the process where it happened.
-        culprit: the worker whose message is to blame, where a shard raises; "" for none.
+        culprit: the worker whose message is to blame, if a shard raises; "" for none.
     """
 
     def __init__(self, message: str, traceback_text: str = "", culprit: str = "") -> None:
@@ -160,7 +160,7 @@ class GradientError(UserCodeError, ValueError):
 
 
 class NonFiniteError(GradientError):
-    """A gradient, a loss or an update has a NaN or an infinity. Nothing of it is in the model that the run keeps."""
+    """A gradient, a loss or an update has a NaN or an infinity. It did not enter the model that the run keeps."""
 
 
 class DataError(UserCodeError, ValueError):
@@ -168,7 +168,7 @@ class DataError(UserCodeError, ValueError):
 
 
 class PeerLostError(GradstreamError, ConnectionError):
-    """The connection to a peer broke. A request in flight was applied once or not at all.
+    """The connection to a peer broke. A request in flight was applied at most once.
 
     A push is safe to retry with the same sequence number; a fetch always is.
 
@@ -191,8 +191,8 @@ class DeadlineError(GradstreamError, TimeoutError):
 
     Args:
         peer: name of the peer.
-        what: what has not come in time.
-        remedy: the likely cause, and what helps; "" where `what` says it.
+        what: what did not arrive in time.
+        remedy: the likely cause, and what helps; "" if `what` says it.
     """
 
     exit_status: ClassVar[int] = 4
@@ -228,7 +228,7 @@ class ClosedError(GradstreamError):
 
 
 class PeerCancelledError(ClosedError):
-    """A peer has cancelled the stream, for a `cause` of `v1.Cancel.Cause`; `reason` has it in words."""
+    """A peer has cancelled the stream; `cause` is a `v1.Cancel.Cause`, and `reason` says why in words."""
 
     def __init__(self, message: str, cause: int, reason: str) -> None:
         super().__init__(message)
@@ -248,7 +248,7 @@ class Interrupted(SystemExit):
 
     Args:
         path: the run directory; None for a simulation.
-        checkpoint: folder in it from which the run resumes; "" if the run begins anew.
+        checkpoint: folder in it from which the run resumes; "" if the run starts over.
         command: command line that resumes the run.
     """
 
@@ -268,7 +268,7 @@ class Interrupted(SystemExit):
 
 
 class LentMemoryError(InternalError):
-    """Memory that is lent out was written, or lent memory being written was read."""
+    """Lent memory was written by its lender, or memory lent for writing was read."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""`attach()`, `stop()` and `reshard()`: follow, end and change a run that another process has launched."""
+"""`attach()`, `stop()` and `reshard()`: follow, stop and change a run that another process launched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gradstream.untrusted import say
 __all__ = ["attach", "reshard", "stop"]
 
 POLL_S = 0.2
-"""Seconds between two looks at the events and the launcher."""
+"""Seconds between two checks of the events and the launcher."""
 
 STOP_S = 120.0
 
@@ -34,21 +34,20 @@ RESHARD_S = 300.0
 """The preparation and the handover have deadlines of their own, which are shorter."""
 
 NOW_S = 0.5
-"""Seconds between two signals that end a run at once: the launcher counts two that come together as one."""
+"""Seconds between two signals that end a run at once: the launcher takes two in quick succession for one."""
 
 TAKEOVERS, CALM_S = 3, 60.0
-"""Launchers within so many seconds that may fail to take over a run."""
+"""Number of launchers that may fail to take over a run within this many seconds."""
 
 
 def attach(path: str | Path, *, on_event: OnEvent | None = None, progress: bool | None = None) -> Run:
-    """Follows a run to its end, whether its launcher is detached or not. Nothing that happens here ends the run.
+    """Follows a run to its end, whether or not its launcher is detached. Nothing that happens here ends the run.
 
-    Where the nodes of a detached run have no launcher any more, because it was killed, another one is started that
-    takes them over.
+    If the launcher of a detached run was killed, `attach` starts another one, which takes over the nodes.
 
     Args:
         path: the run directory.
-        on_event: called with each event of this part of the run, those before now included.
+        on_event: called with each event of this part of the run, including those so far.
         progress: as for `train`.
 
     Returns:
@@ -56,7 +55,7 @@ def attach(path: str | Path, *, on_event: OnEvent | None = None, progress: bool 
 
     Raises:
         ConfigError: this is no run directory, or it belongs to another user or another machine.
-        PeerLostError: no process of the run is left, and it has not finished; or nobody can take it over.
+        PeerLostError: no process of the run is left, and it has not finished; or no new launcher could take over.
         Interrupted: the run was stopped.
         GradstreamError: the run failed, as in `train`.
         KeyboardInterrupt: Ctrl-C; the run goes on.
@@ -73,11 +72,11 @@ def attach(path: str | Path, *, on_event: OnEvent | None = None, progress: bool 
 
 
 def stop(path: str | Path, *, now: bool = False, wait_s: float = STOP_S) -> str:
-    """Ends a run as Ctrl-C in its terminal does: with a checkpoint, if the job has any.
+    """Ends a run as Ctrl-C in its terminal does: with a checkpoint, if the job makes any.
 
     Args:
         path: the run directory.
-        now: whether it ends at once, as by a second Ctrl-C: from the newest checkpoint it can be resumed.
+        now: whether to end at once, as a second Ctrl-C does: the run can be resumed from its newest checkpoint.
         wait_s: longest wait for the end of the run, in seconds.
 
     Returns:
@@ -85,19 +84,19 @@ def stop(path: str | Path, *, now: bool = False, wait_s: float = STOP_S) -> str:
 
     Raises:
         ConfigError: as in `attach`; or the launcher is on another machine.
-        DeadlineError: the run has not ended within `wait_s`; it has been asked to, and goes on stopping.
+        DeadlineError: the run has not ended within `wait_s`; it is still stopping.
         PeerLostError: as in `attach`.
     """
     follower = _Follower(Path(path), None)
     if follower.has_ended:
         return f"{follower.path} had ended before: {follower.how}"
     give_up_s = time.monotonic() + wait_s
-    told: dict[int, float] = {}
+    signalled_s: dict[int, float] = {}
 
     def tell(pid: int) -> None:
         at_s = time.monotonic()
-        if pid not in told or (now and at_s > told[pid] + NOW_S):
-            told[pid] = at_s
+        if pid not in signalled_s or (now and at_s > signalled_s[pid] + NOW_S):
+            signalled_s[pid] = at_s
             signal_launcher(follower.path, signal.SIGTERM)
         if at_s > give_up_s:
             hint = "" if now else f"; at once: gradstream stop --now {shlex.quote(str(follower.path))}"
@@ -117,9 +116,9 @@ def stop(path: str | Path, *, now: bool = False, wait_s: float = STOP_S) -> str:
 
 
 def reshard(path: str | Path, *, servers: int, wait_s: float = RESHARD_S) -> str:
-    """Changes the number of shards of a run that goes on; returns when the new ones hold the parameters.
+    """Changes the number of shards of a running job; returns when the new shards hold the parameters.
 
-    Workers train until each new shard is there, and wait while the parameters are handed over.
+    Workers train until each new shard is ready, and wait while the parameters are handed over.
 
     Args:
         path: the run directory.
@@ -131,8 +130,8 @@ def reshard(path: str | Path, *, servers: int, wait_s: float = RESHARD_S) -> str
 
     Raises:
         ConfigError: the run cannot do this, or not now; its shards stay.
-        PeerLostError: a node was lost, or was late, or could not; the shards before still hold the parameters.
-            Also as in `attach`.
+        PeerLostError: a node was lost, was late, or failed; the old shards still hold the parameters. Also as in
+            `attach`.
         DeadlineError: nothing was decided within `wait_s`; the run goes on, and its events will tell.
     """
     token, outcome = "", dict[str, Any]()
@@ -209,16 +208,16 @@ class _Follower:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of the run is left on this machine. Its events are read by then."""
+        """Whether no process of the run is left on this machine. All its events have been read then."""
         ended = holder_of(self.path) is None and not has_reader(self.path / CONTROL)
         self._events.read()
         return ended
 
     def to_end(self, each: Callable[[int], bool | None] = lambda pid: None) -> None:
-        """Returns when no process of the run is left, or when `each` says so.
+        """Returns when no process of the run is left, or when `each` returns true.
 
         Args:
-            each: called again and again with the id of the launcher, when new events are read.
+            each: called repeatedly with the id of the launcher, when new events have been read.
 
         Raises:
             PeerLostError: launchers could not take over the nodes.
@@ -253,7 +252,7 @@ class _Follower:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the run has computed all that it should."""
+        """Whether the run has done all of its work."""
         return "finished" in self._events.last
 
     @property
@@ -272,7 +271,7 @@ class _Follower:
         return f"gradstream attach {path} shows it again, gradstream stop {path} ends it"
 
     def result(self) -> Run:
-        """The run that has ended; raises what it ended with, as `attach`."""
+        """The ended run; raises the error that it ended with, as `attach`."""
         if "stopped" in self._events.last:
             raise self.ending.interrupted
         if (failure := self.ending.failure) is not None:

@@ -1,8 +1,8 @@
 """What goes with what: a table of rules between traits, and one function that refuses.
 
-A *trait* is a word for something that a run has: a way of exchange ("servers"), a property of its strategy ("rounds"),
-an option that was given ("record"). `job.traits` reads them from a job and its members, which declare them by their
-own attributes. The rules are in `traits.txt`, one a line, between traits alone: no rule knows a member, and a member
+A *trait* is a word for something that a run has: a topology ("servers"), a property of its strategy ("rounds"), an
+option that was set ("record"). `job.traits` reads them from a job and its members, which declare them by their own
+attributes. The rules are in `traits.txt`, one per line, between traits alone: no rule knows a member, and a member
 that declares its traits needs no line. This module imports nothing that computes.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from gradstream.errors import ConfigError
 
 Traits = Mapping[str, str]
-"""The traits that there are, with the words by which the user has asked for each: {"record": "record=True"}."""
+"""Traits, each with the words by which the user has asked for it: {"record": "record=True"}."""
 
 STRATEGY = "strategy"
 """A trait of every run whose strategy is known; its text names the strategy."""
@@ -28,11 +28,11 @@ class Rule(NamedTuple):
     """One line of the table.
 
     Args:
-        who: traits that are there together.
+        who: traits that occur together.
         verb: one of VERBS; `traits.txt` says what they mean.
         other: a trait.
         why: the reason, a clause.
-        remedy: what to do instead, a clause; "" where the reason says so.
+        remedy: what to do instead, a clause; "" if the reason says so.
     """
 
     who: tuple[str, ...]
@@ -42,8 +42,8 @@ class Rule(NamedTuple):
     remedy: str
 
     def is_broken_by(self, traits: Traits) -> bool:
-        """Whether these traits break it. What a strategy lacks is known only where the strategy is."""
-        if not all(one in traits for one in self.who):
+        """Whether these traits break the rule. What a strategy lacks is known only if the strategy is."""
+        if not all(trait in traits for trait in self.who):
             return False
         return (
             self.other in traits
@@ -52,8 +52,8 @@ class Rule(NamedTuple):
         )
 
     def text(self, traits: Traits) -> str:
-        """The message: what was asked for, with what else, why not, and what to do instead."""
-        first, *others = (traits[one] for one in self.who)
+        """The message: what was asked for, what it conflicts with, why, and what to do instead."""
+        first, *others = (traits[trait] for trait in self.who)
         if self.verb == "without":
             return f"{first} without {self.other}: {self.reason(traits)}"
         others.append(traits[STRATEGY if self.verb == "needs" else self.other])
@@ -85,25 +85,25 @@ def conflicts(traits: Traits) -> Iterator[Rule]:
 
 
 def refuse(traits: Traits, where: str = "") -> None:
-    """Refuses what does not go together.
+    """Refuses traits that exclude each other.
 
     Args:
         traits: all that are known.
         where: how the message begins, such as "phases[1]: ".
 
     Raises:
-        ConfigError: two of the traits do not; the message names both, with the reason and the remedy.
+        ConfigError: two traits exclude each other; the message names both, with the reason and the remedy.
     """
     for rule in conflicts(traits):
         raise ConfigError(where + rule.text(traits))
 
 
 def obstacle(asked: str, traits: Traits) -> str:
-    """Why something cannot be that no option asks for, with the remedy; "" if it can.
+    """Why a run cannot do something for which there is no option, with the remedy; "" if it can.
 
     Args:
         asked: a trait, such as "resharding".
-        traits: those of the run.
+        traits: the traits of the run.
     """
     whole = {asked: asked, **traits}
     return next((rule.reason(whole) for rule in conflicts(whole) if rule.who[0] == asked), "")

@@ -190,7 +190,7 @@ def test_many_steps_are_drawn_as_few_divided_in_proportion() -> None:
         (0.0, 0.25, "shard-0"),
         (0.25, 0.5, REST),
     ]
-    assert lanes_of([step(rank, 0, 1.0) for rank in range(5)], max_lanes=3).left_out == 2
+    assert lanes_of([step(rank, 0, 1.0) for rank in range(5)], max_lanes=3).num_hidden == 2
 
 
 def test_charts_of_nothing_are_nothing() -> None:

@@ -128,7 +128,7 @@ def test_a_relayed_group_has_the_bits_of_a_direct_one(tls: bool) -> None:
             made.relay.report()
             caller = made.endpoints["worker-0"]._main
             assert isinstance(caller, GrpcEndpoint)
-            # The mouth is on loopback, where nothing has checksums; what goes into it leaves the machine.
+            # The entry is on loopback, where nothing has checksums; what goes into it leaves the machine.
             assert caller._connections["worker-1", Priority.BULK, 0].checked is not tls
             pairs = [(0, 1), (0, 2), (1, 2)]  # the lower rank opens the stream
             assert {(e.caller, e.called, e.how) for e in made.events} == {

@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 
 # ---- kills -------------------------------------------------------------------------------
-# Which nodes `gradstream demo --faults` kills, and when: a pure schedule, and the hand that strikes.
+# Which nodes `gradstream demo --faults` kills, and when: a pure schedule, and the class that kills.
 
 ONCE = ("coordinator", "shard-1")
-"""Nodes that are killed once in a run: others take their place. The shard has a backup on the other one."""
+"""Nodes that are killed once in a run and replaced. The shard has a backup on the other shard."""
 
 EACH = 3
-"""Times that each worker is killed, at most."""
+"""Most kills of each worker."""
 
 GAP_S = (1.0, 2.0)
 
 
 class KillSchedule:
-    """A node every one to two seconds: workers again and again, each of `once` one time.
+    """Kills a node every one to two seconds: workers repeatedly, each node of `once` a single time.
 
-    A worker that is due waits until it takes part and is not the last one that does.
+    A due worker waits until it takes part and is not the last one to do so.
 
     Args:
         seed: the same seed draws the same nodes and seconds.
@@ -54,7 +54,7 @@ class KillSchedule:
         once: see `ONCE`.
 
     Attributes:
-        left: what is still to come, as (seconds of training, node).
+        left: the remaining kills, as (seconds of training, node).
     """
 
     def __init__(self, seed: int, workers: Sequence[str], once: Sequence[str] = ONCE) -> None:
@@ -70,11 +70,11 @@ class KillSchedule:
             self.left.append((at_s, node))
 
     def due(self, at_s: float, taking_part: Collection[str]) -> str | None:
-        """The node to kill now, once; None for none.
+        """The node to kill now; None for none. Returns each kill once.
 
         Args:
             at_s: seconds of training.
-            taking_part: names of the workers that do.
+            taking_part: names of the workers that take part.
         """
         if not self.left or at_s < self.left[0][0]:
             return None
@@ -90,7 +90,7 @@ class Striker:
 
     Args:
         cluster: the processes.
-        schedule: when which one is killed.
+        schedule: which process to kill when.
         tell: called with a line for each kill.
 
     Attributes:
@@ -102,10 +102,12 @@ class Striker:
         self.kills = 0
         self._taking_part: set[str] = set()
         self._joining: set[str] = set()
-        self._zero_s = math.inf  # of the run's clock, on this one: no event is read before it happens
+        self._zero_s = (
+            math.inf
+        )  # where the run's clock started, on this one: no event is read before it happens
 
     def __call__(self, event: EventDict) -> None:
-        """Follows who takes part, and kills who is due."""
+        """Tracks who takes part, and kills who is due."""
         match event["event"]:
             case "started":
                 self._taking_part = {f"worker-{rank}" for rank in range(event["workers"])}
@@ -171,7 +173,7 @@ def job() -> gs.Job:
 
 
 class Counted(nn.Module):
-    """The CNN, and a counter of each training image at both ends of the parameters, so on both shards."""
+    """The CNN, and a counter for each training image at both ends of the parameters, so on both shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ def counted_loss(module: Counted, batch: tuple[torch.Tensor, torch.Tensor]) -> t
 
 
 def counted() -> gs.Job:
-    """The job of `gradstream demo --faults`: in the final parameters stands how often each image was applied.
+    """The job of `gradstream demo --faults`: its final parameters say how often each image was applied.
 
     The target of training image i is 10 i + its class. SGD makes counters go up by 1.
     """
@@ -218,7 +220,7 @@ def counted() -> gs.Job:
 
 
 # ---- demo faults -------------------------------------------------------------------------
-# `gradstream demo --faults`: the same job without and with kills, and what is left of the promise.
+# `gradstream demo --faults`: the same job with and without kills, and whether the promise held.
 
 JOB = "gradstream.cli.demo:counted"
 PICTURE = "faults.svg"
@@ -226,14 +228,14 @@ STYLES = {"worker": "c1", "coordinator": "c3", "shard": "c4"}
 """Colours of the marks, by role of the node that was killed."""
 ABOUT = "A CNN on Fashion-MNIST (5,000 images): 3 workers, 2 shards of a parameter server, strategy downpour"
 POINTS = 60
-"""Points of each loss curve: means over so many parts of the run."""
+"""Points of each loss curve: means over as many parts of the run."""
 
 
 def run_with_faults(seed: int, epochs: int | None = None) -> bool:
-    """Trains without and with kills, and prints what came of it. Returns whether the promise was kept.
+    """Trains without and with kills, and prints the results. Returns whether the promise was kept.
 
     Raises:
-        GradstreamError: a run has ended early.
+        GradstreamError: a run ended early.
     """
     from gradstream.job.files import load_job
     from gradstream.run.local import LocalCluster
@@ -267,9 +269,9 @@ def run_with_faults(seed: int, epochs: int | None = None) -> bool:
 
 
 def broken_promises(run: Run, epochs: int) -> list[str]:
-    """What a finished run of `counted` has lost or doubled; empty if each sample is in once an epoch.
+    """The losses and duplicates of a finished run of `counted`; empty if each sample is in the model once an epoch.
 
-    The counters in the parameters tell of each image, the versions of the shards' chunks of each push.
+    The counters in the parameters show this for each image, the versions of the shards' chunks for each push.
     """
     broken = []
     for name in COUNTERS:
@@ -325,14 +327,14 @@ def faults_picture(quiet: Run, struck: Run, deaths: Sequence[Death]) -> str:
     ]
     styles = {death.who: STYLES[death.who.partition("-")[0]] for death in deaths}
     marks = [(death.at_s, styles[death.who], f"{death.who} is killed") for death in deaths]
-    told = f"The training loss falls while {len(deaths)} processes are killed"
-    chart = line_chart(curves, title=told, x_label="time", x_text=time_text, from_zero=True, marks=marks)
+    title = f"The training loss falls while {len(deaths)} processes are killed"
+    chart = line_chart(curves, title=title, x_label="time", x_text=time_text, from_zero=True, marks=marks)
     keys = {
         "c0": "loss, with kills",
         "c2": "loss, without",
         **{STYLES[role]: f"{'the' if role == 'coordinator' else 'a'} {role} dies" for role in STYLES},
     }
-    return picture(chart, keys, told)
+    return picture(chart, keys, title)
 
 
 def _folder(job: Job) -> Path:
@@ -342,7 +344,7 @@ def _folder(job: Job) -> Path:
 
 
 def _run(job: Job, run_dir: Path, cluster: LocalCluster, strike: Callable[[EventDict], None]) -> Run:
-    """One run of the job, in a folder of its own; `strike` gets its events."""
+    """One run of the job, in its own folder; `strike` gets its events."""
     from gradstream._train import launch
     from gradstream.report.progress_line import Display
     from gradstream.run.planning import plan_run

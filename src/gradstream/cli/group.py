@@ -22,7 +22,7 @@ MODULES = {
     "results": "report trace evaluate replay sharpness surface",
     "catalogue": "plugins data check bench",
 }
-"""The commands of each module of `gradstream.cli.commands`. To add one, write its function there, and its name here."""
+"""The commands of each module of `gradstream.cli.commands`. A new command needs its function and its name."""
 COMMANDS = {name: module for module, names in MODULES.items() for name in names.split()}
 
 
@@ -30,7 +30,7 @@ class CommandGroup(click.Group):
     """A group whose commands are functions of the modules in `MODULES`, which are imported when they are used."""
 
     def main(self, *args: Any, **named: Any) -> Any:
-        """Runs the command line of this process, under the hash seed that the nodes of its run have."""
+        """Runs the command line of this process, with the same hash seed as the nodes of its run."""
         open_standard_streams()
         is_process = not args and "args" not in named and sys.executable
         if is_process and os.environ.get("PYTHONHASHSEED", "random") == "random":
@@ -43,7 +43,7 @@ class CommandGroup(click.Group):
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name, imported now; None if there is none."""
+        """Imports the command of this name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"gradstream.cli.commands.{COMMANDS[cmd_name]}")
@@ -78,7 +78,7 @@ class CommandGroup(click.Group):
                 raise
             from gradstream.untrusted.text import say
 
-            sys.stdout = None  # or Python tries once more at its end
+            sys.stdout = None  # or Python tries to flush it again at exit
             say(f"stdout: {error.strerror}: what was to be printed is lost, and nothing else")
             ctx.exit(1)
         except KeyboardInterrupt as error:
@@ -89,7 +89,7 @@ class CommandGroup(click.Group):
 
 
 def _stdout_is_full() -> bool:
-    """Whether stdout does not take what was printed. A reader that has gone, EPIPE, is no error."""
+    """Whether stdout cannot take what was printed. A reader that has gone, EPIPE, is no error."""
     try:
         if sys.stdout is not None:
             os.write(sys.stdout.fileno(), b"\n")
@@ -99,7 +99,7 @@ def _stdout_is_full() -> bool:
 
 
 ERROR_BYTES = 1 << 17
-"""Longest error message that is shown, in bytes: it may come from another node."""
+"""Longest error message to show, in bytes: it may come from another node."""
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means in EXIT_CODES.items())
 

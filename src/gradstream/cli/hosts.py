@@ -1,4 +1,4 @@
-"""Runs on machines that ssh reaches, as the commands `launch`, `attach`, `status`, `logs` and `stop` show them."""
+"""Runs on machines that ssh reaches, for the commands `launch`, `attach`, `status`, `logs` and `stop`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from gradstream.run.result import described
 from gradstream.untrusted import say, show
 
 LEFT_S = 10.0
-"""Longest wait for the end of a client of ssh whose output has ended."""
+"""Longest wait for an ssh client to exit after its output has ended."""
 
 FIRST_S = 10.0
-"""Longest wait for the end of the first machine's process, once another one has failed before the first step."""
+"""Longest wait for the first machine's process to end, once another one has failed before the first step."""
 
 
 def fleet_of(run: Path) -> Fleet:
@@ -47,10 +47,10 @@ def fleet_of(run: Path) -> Fleet:
 
 
 def adopt(run: Path) -> None:
-    """Has commands believe a run folder that comes from elsewhere, as it is now, and says what they will run.
+    """Makes commands trust a run folder from elsewhere, as it is now, and prints what they will run.
 
     Raises:
-        ConfigError: this user has made the run, or there is no such folder.
+        ConfigError: this user made the run, or there is no such folder.
     """
     launch = Launch.at(run)
     if os.path.lexists(run / HOSTS):
@@ -72,11 +72,11 @@ def adopt(run: Path) -> None:
 def launch_on(
     fleet: Fleet, run: Path, job: Path, more: Sequence[Path], data: Path | None, *, detach: bool
 ) -> None:
-    """Looks at the machines, brings files, starts the run, and follows it.
+    """Checks the machines, brings files, starts the run, and follows it.
 
     Raises:
-        HostError: a machine cannot take part. Nothing is left on any.
-        ConfigError: files are missing, or there is a run of that name that cannot go on.
+        HostError: a machine cannot take part. Nothing is left on any machine.
+        ConfigError: files are missing, or there is a run of that name that cannot continue.
     """
     files = sources_of(job, more)
     goes_on = _check_earlier(run)
@@ -108,7 +108,7 @@ def launch_on(
 
 
 def _check_earlier(run: Path) -> bool:
-    """Whether there is an earlier start of this run, which goes on. Raises ConfigError if it cannot."""
+    """Whether there is an earlier start of this run to continue. Raises ConfigError if it cannot be continued."""
     if not run.exists():
         return False
     from gradstream.checkpoint import newest
@@ -132,17 +132,17 @@ def _check_earlier(run: Path) -> bool:
 
 
 def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
-    """Shows the run until its end, and brings what it has left. Returns its exit status.
+    """Shows the run until its end, and brings its results. Returns its exit status.
 
-    Ctrl-C leaves it alone.
+    Ctrl-C leaves the run alone.
 
     Args:
         fleet: its machines.
         run: its local folder.
-        starts: it was started just now: if a machine fails before the first step, all are stopped.
+        starts: whether it was started just now: if a machine then fails before the first step, all are stopped.
 
     Raises:
-        HostError: a machine could not begin; or the connection to the first one was lost.
+        HostError: a machine could not start; or the connection to the first one was lost.
     """
     first, *others = fleet.machines
     begun, failed = threading.Event(), list[str]()
@@ -172,7 +172,7 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
             raise HostError("\n".join(failed))
         for text in failed:
             say(text)
-        return status  # of the first machine, which says what is amiss with the job
+        return status  # of the first machine, which reports what is wrong with the job
     if status == NO_CONNECTION:
         raise HostError(f"{first.name}: the connection was lost; the run goes on: gradstream attach {run}")
     finish(Fleet.of(run) or fleet, run)  # machines may have come and gone meanwhile
@@ -182,7 +182,7 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
 
 
 def finish(fleet: Fleet, run: Path) -> None:
-    """Brings what the run has left, and removes its folders on the machines."""
+    """Brings the results of the run, and removes its folders on the machines."""
     lacking = collect(fleet, run)
     left = fleet.clean()
     (run / HOSTS).unlink()
@@ -192,7 +192,7 @@ def finish(fleet: Fleet, run: Path) -> None:
 
 
 def stop(fleet: Fleet, run: Path, *options: str, wait_s: float) -> None:
-    """Ends the run with a checkpoint, brings what it has left, and cleans up."""
+    """Ends the run with a checkpoint, brings its results, and cleans up."""
     say(f"{fleet.hosts[0]}: {_as_here(fleet.stop(*options, wait_s=wait_s), fleet, run)}")
     finish(fleet, run)
 
@@ -207,7 +207,7 @@ def show_states(fleet: Fleet) -> None:
 
 
 def show_logs(fleet: Fleet, only: str | None) -> None:
-    """Prints the log of each machine, or of one. Raises HostError for those that do not come, after the others."""
+    """Prints the log of each machine, or of one. Raises HostError for missing logs, after printing the others."""
     hosts = [host for host in fleet.machines if only in (None, host.name)]
     if not hosts:
         raise ConfigError(f"the run has no machine {only!r}; expected one of {', '.join(fleet.names)}")
@@ -232,7 +232,7 @@ def _watch(
     failed: list[str],
     shown: subprocess.Popen[bytes],
 ) -> subprocess.Popen[bytes]:
-    """Says when the process of another machine ends before the run does; before the first step, ends the run."""
+    """Reports when the process of another machine ends before the run does; before the first step, ends the run."""
     process = _started(fleet.followed(host))
 
     def wait() -> None:
@@ -242,7 +242,7 @@ def _watch(
         if status <= 0 or shown.poll() is not None:
             return
         asked = status == RESUMABLE or host.name not in (Fleet.of(run) or fleet).names
-        if asked and begun.is_set():  # before that, the others would wait for it
+        if asked and begun.is_set():  # before the first step, the others would wait for it
             say(f"{host.name} has left")
             return
         how = "the connection was lost" if status == NO_CONNECTION else f"ended with {status}"
@@ -260,17 +260,17 @@ def _watch(
 
 
 def _started(words: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process whose words, of both kinds, are read here: a terminal obeys what it gets."""
+    """A process whose stdout and stderr are read here, so that no control characters reach the terminal."""
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def _as_here(text: str, fleet: Fleet, run: Path) -> str:
-    """What the first machine says, with the local folder in the place of its run directory, which is brought here."""
+    """What the first machine prints, with the local folder in place of its run directory, which is brought here."""
     return re.sub(rf"\S*/runs/{re.escape(fleet.name)}\b", lambda place: str(run), text)
 
 
 def _forget(fleet: Fleet, run: Path) -> None:
-    """Removes the traces of a run that did not begin."""
+    """Removes the traces of a run that did not start."""
     for line in fleet.clean():
         say(line)
     _forget_here(run)

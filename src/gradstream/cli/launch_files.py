@@ -21,13 +21,13 @@ ENGINES = {
     "gce": "sh",
     "compose": "yaml",
 }
-"""What the name of an engine's file ends with."""
+"""File name extension for each engine."""
 
 MOST_SOURCE_BYTES = 900_000
 """A ConfigMap of Kubernetes has at most 1 MiB."""
 
 MIN_DISK_GIB = 50
-"""Of a machine of a cloud: system and packages take 10."""
+"""Of the disk of a cloud machine: system and packages take 10."""
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 _HOLE = re.compile(r"@(\w+)@")
@@ -35,21 +35,21 @@ _HOLE = re.compile(r"@(\w+)@")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFile:
-    """What a file says of a run.
+    """The contents of a launch file.
 
     Args:
         job: the job file.
         name: name of the run: small letters, digits and dashes.
         nodes: number of machines, nodes, pods or containers, at least 2.
-        least: number of pods with which training begins, where the Job may be made larger later; 0 for all.
-        cpus: cores of each.
-        memory: memory of each, in GiB.
-        gpus: GPUs of each.
-        hours: longest time, in hours.
+        least: number of pods with which training begins, if the Job may be made larger later; 0 for all.
+        cpus: cores of each machine.
+        memory: memory of each machine, in GiB.
+        gpus: GPUs of each machine.
+        hours: time limit, in hours.
         storage: disk for checkpoints and data, in GiB.
         image: container image that has gradstream.
-        data: name of a data set that is fetched before; "" for none.
-        spot: whether machines that can be taken away are meant.
+        data: name of a data set to download first; "" for none.
+        spot: whether to use machines that can be taken away.
         arguments: command-line arguments of the job file.
         command: the command line that asks for the file.
         file: its name; "" takes `name`.
@@ -95,7 +95,7 @@ class LaunchFile:
         """The text of the file for an engine.
 
         Raises:
-            ConfigError: the engine needs an image, and none is given; or the job file cannot be read, or is too long.
+            ConfigError: the engine needs an image, and none is set; or the job file cannot be read, or is too long.
         """
         if engine in ("kubernetes", "compose") and not self.image:
             raise ConfigError(

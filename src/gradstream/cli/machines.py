@@ -67,7 +67,7 @@ token_options = stacked(
 
 
 def token_of(token: str | None, file: Path | None) -> str | None:
-    """The token that --token gives, or the file, or the environment; None if none of them does.
+    """The token from --token, the file, or the environment; None if there is none.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -133,10 +133,10 @@ def together_of(
     detach: bool,
     **_: object,
 ) -> Together | None:
-    """How this process takes part in a run whose processes torchrun, srun or Kubernetes has started; None without one.
+    """How this process joins a run whose processes torchrun, srun or Kubernetes started; None if none of them did.
 
     Raises:
-        ConfigError: an option does not go together with that.
+        ConfigError: an option conflicts with that.
     """
     from gradstream.run.place import place_of
 

@@ -64,40 +64,40 @@ def words_beside(spec: str, config: Path | None) -> list[str]:
 
 
 def words_given(*, without: Sequence[str], not_with: str, refused: Sequence[str]) -> list[str]:
-    """The options of the current command that are on its command line, as words.
+    """The options set on the current command line, as words.
 
     Args:
-        without: names of options that are left out.
-        not_with: an option with which others cannot be given.
-        refused: names of these.
+        without: names of options to omit.
+        not_with: an option that excludes others.
+        refused: names of these others.
 
     Raises:
-        ConfigError: one of them is given.
+        ConfigError: one of the refused options is set.
     """
     from gradstream.errors import ConfigError
 
     words: list[str] = []
     context = click.get_current_context()
-    for one in context.command.params:
-        name = str(one.name)
+    for param in context.command.params:
+        name = str(param.name)
         typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if not isinstance(one, click.Option) or not typed or name in without:
+        if not isinstance(param, click.Option) or not typed or name in without:
             continue
         if name in refused:
             raise ConfigError(
-                f"{one.opts[0]} with {not_with}: the engine decides that; leave one of the two out"
+                f"{param.opts[0]} with {not_with}: the engine decides that; leave one of the two out"
             )
         value = context.params[name]
-        if one.is_flag:
-            words.append(one.opts[0])
+        if param.is_flag:
+            words.append(param.opts[0])
             continue
-        for each in value if one.multiple else [value]:
-            words += [one.opts[0], str(each)]
+        for each in value if param.multiple else [value]:
+            words += [param.opts[0], str(each)]
     return words
 
 
 def stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """One decorator of several, of which help shows the options in this order."""
+    """One decorator for several, whose options help shows in this order."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -180,7 +180,7 @@ job_options = stacked(
 
 
 def load_job_with(
-    spec: str, *, config: Path | None = None, settings: Sequence[str] = (), **given: Any
+    spec: str, *, config: Path | None = None, settings: Sequence[str] = (), **options: Any
 ) -> Job:
     """Loads the job that a spec names, and applies the user's settings to it.
 
@@ -189,9 +189,9 @@ def load_job_with(
 
     Args:
         spec: as for `gradstream.job.files.load_job`.
-        config: the TOML file; None takes the one beside the job, if there is one.
+        config: the TOML file; None takes the file beside the job, if there is one.
         settings: texts "key=value".
-        given: values of the other options, by name; None for an option that is not given.
+        options: values of the other options, by name; None for an unset option.
 
     Raises:
         ConfigError: there is no such job, a key is unknown, or a value has a wrong type.
@@ -201,7 +201,7 @@ def load_job_with(
 
     typed = [
         Setting(KEYS.get(name, name), value, f"--{name.replace('_', '-')}")
-        for name, value in given.items()
+        for name, value in options.items()
         if value not in (None, ())
     ]
     texts = from_texts(settings)  # raises before the job file is run

@@ -21,7 +21,7 @@ from gradstream.ext.replay.update import Found, at_chunk_version, at_update, los
 from gradstream.run.result import Run
 
 MANY = 16
-"""Largest number of sample ids that are shown."""
+"""Most sample ids to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class ReplayQuery:
     find: str | None
 
     def __str__(self) -> str:
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        chosen = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
 
     @property
-    def found(self) -> Found | None:
+    def stops_at(self) -> Found | None:
         """Whether to stop at an update; None never stops. Raises ConfigError for several places to stop."""
         if (self.worker is None) != (self.step is None):
             raise ConfigError("--worker and --step go together: --worker 2 --step 120")
@@ -64,19 +64,19 @@ class ReplayQuery:
 
 
 def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_json: bool) -> None:
-    """Replays a run, and prints the update that was asked for, or a summary.
+    """Replays a run, and prints the requested update, or a summary.
 
     Raises:
         ConfigError: there is no such update.
         DivergedError: the replay differs from the run.
         As `gradstream.ext.replay.replay`.
     """
-    found, stopped = asked.found, None
+    stops_at, stopped = asked.stops_at, None
     with replay_run(run, keep=False, anyway=anyway) as replay:
         for update in replay:
             if watch:
                 click.echo(json.dumps(record_of(update)) if as_json else line_of(update))
-            if found is not None and found(update):
+            if stops_at is not None and stops_at(update):
                 stopped = update
                 break
     if stopped is not None:
@@ -84,7 +84,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
             print_result(as_json, record_of(stopped), rows_of(stopped))
         return
     rows = [("updates", f"{replay.num_updates:,}"), ("ended", replay.ended)]
-    if found is None:
+    if stops_at is None:
         rows.append(("parameters", _compared(run, replay)))
     elif asked.find is None:
         raise ConfigError(
@@ -96,7 +96,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
 
 
 def _compared(run: Path, replay: Replay) -> str:
-    """The result of comparing the parameters with those that the run has kept. Raises DivergedError."""
+    """The result of comparing the parameters with those that the run kept. Raises DivergedError."""
     kept = Run.load(run).parameters
     if not kept:
         return "the run has kept none to compare with"
@@ -108,11 +108,11 @@ def _compared(run: Path, replay: Replay) -> str:
     return "the same bits as the run's own"
 
 
-def same_bits(ours: Mapping[str, np.ndarray[Any, Any]], kept: Mapping[str, np.ndarray[Any, Any]]) -> bool:
-    """Whether all of `ours` are in `kept`, byte for byte."""
+def same_bits(replayed: Mapping[str, np.ndarray[Any, Any]], kept: Mapping[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether all arrays of `replayed` are in `kept`, byte for byte."""
     return all(
         name in kept and kept[name].tobytes() == np.ascontiguousarray(array).tobytes()
-        for name, array in ours.items()
+        for name, array in replayed.items()
     )
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def error_text(error: GradstreamError) -> str:
     """The message of an error with its notes; for an error in the user's code, its traceback follows.
 
-    A gradient that cannot be used is found by gradstream. Where the traceback leads through no file of the
-    user's, the message says everything, and the traceback is left out.
+    If the traceback of an unusable gradient leads through no file of the user's, gradstream found it: the message says
+    everything, and the traceback is skipped.
     """
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     text = "\n".join([f"error: {error}", *notes])
@@ -39,11 +39,11 @@ def error_text(error: GradstreamError) -> str:
 
 
 def _only_ours(trace: str) -> bool:
-    """Whether all files of a traceback are gradstream's, or Python's own."""
-    ours, pythons = str(Path(__file__).parents[1]), str(Path(os.__file__).parent)
+    """Whether all files of a traceback are gradstream's or Python's own."""
+    package, pythons = str(Path(__file__).parents[1]), str(Path(os.__file__).parent)
     files = re.findall(r'^  File "(.*)", line \d+', trace, re.MULTILINE)
     return all(
-        file.startswith(f"{ours}/") or (file.startswith(f"{pythons}/") and "/site-packages/" not in file)
+        file.startswith(f"{package}/") or (file.startswith(f"{pythons}/") and "/site-packages/" not in file)
         for file in files
     )
 
@@ -88,7 +88,7 @@ def print_rows(rows: Sequence[tuple[str, str]], console: Console | None = None) 
     """Prints rows (name, figure) in two columns, on standard output by default.
 
     A terminal folds long figures; elsewhere each row is one line. Names and figures are escaped, since they
-    may hold names of files.
+    may contain file names.
     """
     from rich.console import Console
     from rich.table import Table
@@ -122,7 +122,7 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
 
 
 def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows (name, figure with unit) of a run's summary; figures that the run lacks are left out."""
+    """The rows (name, figure with unit) of a run's summary, without figures that the run lacks."""
     s = summary
     rounds = s["trains_locally"] and s["way"] in ("group", "pairs")  # a step is a round of many minibatches
     rows = [
@@ -187,7 +187,7 @@ def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     up, down = size_text(s["pushed_bytes"]), size_text(s["fetched_bytes"])
     if s["servers"] == 0:
         what = "parameters in {:,} exchanges" if s["way"] == "pairs" else "gradients in {:,} sums"
-        is_one = s["workers"] == 1  # its sums are its own gradients, and go nowhere
+        is_one = s["workers"] == 1  # its sums are its own gradients, and are not sent
         return [("exchanged", f"{up} of {what.format(s['pushes'])}")] if s["pushes"] and not is_one else []
     return [
         ("pushed", f"{up} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
@@ -201,7 +201,7 @@ def _stale(figures: Mapping[str, Any]) -> str:
 
 
 def _whole(s: Mapping[str, Any]) -> str:
-    """The bytes that whole chunks would have taken, where workers sent only parts of them; else ""."""
+    """The bytes that whole chunks would have taken, if workers sent only parts of them; else ""."""
     up, down = s.get("whole_pushed_bytes", 0), s.get("whole_fetched_bytes", 0)
     if up <= s["pushed_bytes"] and down <= s["fetched_bytes"]:
         return ""

@@ -1,3 +1,3 @@
-"""A job: a run as the user asks for it; finds its parts by name, checks it, and describes it as JSON."""
+"""A job: a run as the user asks for it. Finds its parts by name, checks them, and describes the job as JSON."""
 
 __all__ = ()

@@ -47,7 +47,7 @@ class Callbacks:
 
     Args:
         callbacks: checked by `check_callbacks`.
-        info: entries that `on_start` gets besides the fields of the started event: name, run_dir.
+        info: entries of `on_start` besides those of the started event: name, run_dir.
         threads: whether each callback has its own thread; otherwise they are called directly.
         complain: called with messages for the user; None prints them on stderr.
     """
@@ -65,7 +65,7 @@ class Callbacks:
         self._info = dict(info)
 
     def tell(self, event: EventDict) -> None:
-        """Passes an event of the run to the callbacks. Never raises, never waits."""
+        """Passes an event of the run to the callbacks. Never raises, never blocks."""
         method = METHOD_OF_EVENT.get(event["event"])
         if method is None:
             return
@@ -85,10 +85,10 @@ class Callbacks:
         return notify
 
     def end(self, load: Callable[[], object]) -> None:
-        """Ends the callbacks of a finished or failed run; waits up to PATIENCE_S for those that lag behind.
+        """Ends the callbacks of a finished or failed run; waits up to PATIENCE_S for slow ones.
 
         Args:
-            load: returns the run; called only where there are callbacks.
+            load: returns the run; called only if there are callbacks.
         """
         if not self._listeners:
             return
@@ -109,7 +109,7 @@ class _Listener:
     def __init__(self, callback: Any, complain: Callable[[str], object]) -> None:
         self._callback = callback
         self._complain = complain
-        self._dropped = False  # it has raised
+        self._dropped = False  # whether it has raised
 
     @property
     def name(self) -> str:

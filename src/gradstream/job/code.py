@@ -1,9 +1,9 @@
-"""The user's code of a run: which files it is, and the copy that processes run which start later.
+"""The user's code of a run: which files it is, and the copy that processes import which start later.
 
-A process that starts while a run goes on reads the job again, and files may have been edited meanwhile. So a run
-directory has a copy of the user's files, and the processes of the run import these. The user's files are those that the
-job has imported, or may import, outside of the standard library and installed packages. Files that the job opens are no
-code.
+A process that starts while a run goes on reads the job again, and its files may have been edited meanwhile. So a run
+directory has a copy of the user's files, and the processes of the run import that copy. The user's files are those
+that the job has imported, or may import, outside of the standard library and installed packages. Files that the job
+opens are not code.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ COPY = "code.zip"
 """The copy in a run directory."""
 
 INDEX = "index.json"
-"""In the copy: the path and the entry of each module, by its name."""
+"""In the copy: path and file name of each module, by its name."""
 
 JOB_FILE = "job file"
-"""The name of the job's own file, whatever it is called."""
+"""Key of the job's own file, whatever its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +67,30 @@ def users_code(spec: str | None) -> dict[str, UsersFile]:
     """The user's files of a job as they are now, by module; scripts by file name, the job's own as `JOB_FILE`.
 
     Args:
-        spec: place of the job, which this process has read (`Job.spec`); None for a job that is in no file.
+        spec: place of the job that this process has read (`Job.spec`); None for a job that is in no file.
     """
     file = file_of(spec) if spec else None
     job = file.resolve() if file else None
     imported = {name: path for module in list(sys.modules.values()) for name, path in _place_of(module)}
     main = next(_place_of(sys.modules.get("__main__")), None)
     others = dict[str, Path]()
-    if main is not None and main[1] != job:  # a script with several jobs, say, of which this is one
+    if main is not None and main[1] != job:  # for example, a script with several jobs, of which this is one
         others = imported_by({"": main[1]}, _folders()) | dict([main])
     start = {name: path for name, path in imported.items() if name not in others}
     if job is not None:
         start = {name: path for name, path in start.items() if path != job or not name.endswith(".py")}
         start[JOB_FILE] = job
-    found = dict[str, UsersFile]()
+    files = dict[str, UsersFile]()
     for name, path in (start | imported_by({**start, "": job} if job else start, _folders())).items():
         try:
-            found[name] = UsersFile(path, path.read_bytes())
+            files[name] = UsersFile(path, path.read_bytes())
         except OSError:
             continue  # a module that was removed after its import
-    return found
+    return files
 
 
 def keep(code: Mapping[str, UsersFile], run_dir: Path) -> None:
-    """Writes the copy into a run directory. Raises OSError if the disk does not take it."""
+    """Writes the copy into a run directory. Raises OSError if the disk fails."""
     entries = dict[Path, str]()
     for name, file in code.items():
         entry = file.path.name if name == JOB_FILE else f"{name.removesuffix('.py')}.py"
@@ -102,13 +102,13 @@ def keep(code: Mapping[str, UsersFile], run_dir: Path) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as written:
         for entry, text in [*texts.items(), (INDEX, json.dumps(index, indent=2).encode())]:
-            # Without the time of now: the same code is the same bytes, also where a run is begun again.
+            # Without the current time: the same code is the same bytes, even if a run starts over.
             written.writestr(zipfile.ZipInfo(entry), text, zipfile.ZIP_DEFLATED)
     DiskStorage(run_dir).write(COPY, archive.getvalue())
 
 
 def kept_code(run_dir: Path) -> dict[str, UsersFile]:
-    """The copy in a run directory; empty without one. Raises ConfigError if it is damaged."""
+    """The copy in a run directory; empty if there is none. Raises ConfigError if it is damaged."""
     try:
         with zipfile.ZipFile(run_dir / COPY) as archive:
             index = json.loads(archive.read(INDEX))
@@ -131,19 +131,19 @@ def kept_code(run_dir: Path) -> dict[str, UsersFile]:
 
 
 def changed(before: Mapping[str, UsersFile], now: Mapping[str, UsersFile]) -> list[Path]:
-    """The files that are others than before. What only one of the two has does not count: its importer differs."""
+    """The files that have changed. A file on one side only does not count: the file that imports it differs."""
     return [
         now[name].path for name, file in before.items() if name in now and now[name].source != file.source
     ]
 
 
 def run_kept(run_dir: Path) -> Callable[[], None]:
-    """Lets this process import the copy in a run directory instead of the files, and read scripts from it.
+    """Makes this process import the copy in a run directory instead of the files, and read scripts from it.
 
-    Modules keep their names and paths. What was imported before stays.
+    Modules keep their names and paths. Modules imported before stay.
 
     Returns:
-        A function that ends this.
+        A function that undoes this.
 
     Raises:
         ConfigError: the copy is damaged.
@@ -156,11 +156,11 @@ def run_kept(run_dir: Path) -> Callable[[], None]:
 def loader_of(path: Path, name: str) -> SourceFileLoader:
     """The loader of a script: of its copy, if there is one. Modules that the script imports are compiled anew, too.
 
-    A compiled file has sets in the order of the process that has compiled it, with its hash seed: a job that is read
-    from one would have its labels in another order than in processes that compile it.
+    A compiled file keeps sets in an order that depends on the hash seed of the process that compiled it: a job read
+    from one would have its labels in another order than processes that compile it themselves.
     """
     if not any(isinstance(finder, _Uncompiled) for finder in sys.meta_path):
-        sys.meta_path.insert(sys.meta_path.index(PathFinder), _Uncompiled())  # behind a copy
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), _Uncompiled())  # after the finder of a copy
     for finder in sys.meta_path:
         if isinstance(finder, _Kept) and path in finder.scripts:
             return _CopyLoader(name, finder.scripts[path])
@@ -171,12 +171,12 @@ class _SourceLoader(SourceFileLoader):
     """Loads a module from its source, and never from `__pycache__`."""
 
     def path_stats(self, path: str) -> Mapping[str, float]:
-        """Says that nothing is known of the file, so that no compiled one is taken for it."""
+        """Pretends to know nothing about the file, so that no compiled file is used for it."""
         raise OSError(f"{path} is read from its source")
 
 
 class _Uncompiled(MetaPathFinder):
-    """Finds the user's modules, and has them loaded from their sources."""
+    """Finds the user's modules, and has them loaded from source."""
 
     def __init__(self) -> None:
         self._others = set(sys.stdlib_module_names)  # packages and modules that are not the user's
@@ -206,19 +206,19 @@ class _Kept(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`: the copy of the file that Python would import, by the path that it has now."""
+        """See `MetaPathFinder`: finds the copy of the file that Python would import now."""
         del target
         file = self._code.get(fullname)
         if file is None:
             return None
-        found = PathFinder.find_spec(fullname, path)
+        original = PathFinder.find_spec(fullname, path)
         if (
-            found is not None
-            and found.origin is not None
-            and Path(found.origin).resolve() != file.path.resolve()
+            original is not None
+            and original.origin is not None
+            and Path(original.origin).resolve() != file.path.resolve()
         ):
-            file = self.scripts.get(Path(found.origin).resolve())
-            if file is None:  # one that nothing named when the run began
+            file = self.scripts.get(Path(original.origin).resolve())
+            if file is None:  # no copy: nothing named this module when the run began
                 return None
         folder = [str(file.path.parent)] if file.path.name == "__init__.py" else None
         return importlib.util.spec_from_file_location(
@@ -234,7 +234,7 @@ class _CopyLoader(_SourceLoader):
         self._source = file.source
 
     def get_data(self, path: str) -> bytes:
-        """The copy. Tracebacks, and what compiles functions from their source, read the same."""
+        """The copy. Tracebacks, and tools that compile functions from their source, read the same text."""
         if path != self.path:
             return super().get_data(path)
         lines = importlib.util.decode_source(self._source).splitlines(keepends=True)
@@ -248,7 +248,7 @@ def _resolved(file: str) -> Path:
 
 
 def _place_of(module: ModuleType | None) -> Iterator[tuple[str, Path]]:
-    """Name and path of a module of the user's; a script is called as its file."""
+    """Name and path of a module of the user; a script has the name of its file."""
     name, file = getattr(module, "__name__", None), getattr(module, "__file__", None)
     if isinstance(name, str) and isinstance(file, str) and file.endswith(".py") and is_users(file):
         path = _resolved(file)
@@ -256,19 +256,19 @@ def _place_of(module: ModuleType | None) -> Iterator[tuple[str, Path]]:
 
 
 def _folders() -> list[str]:
-    """Where this process finds modules of the user's."""
+    """Folders in which this process finds the user's modules."""
     return [folder for path in sys.path if is_users(folder := path or os.getcwd())]
 
 
 # ---- places ------------------------------------------------------------------------------
-# Finds code by its place, "file.py:name" or "module:name", and says the place of code.
+# Finds code by its place, "file.py:name" or "module:name", and the place of code.
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """The place at which every node finds a function or a class: "file.py:name" or "module:name".
+    """The place by which every node finds a function or a class: "file.py:name" or "module:name".
 
     Raises:
-        ConfigError: it has no place: it is a lambda, a method, or was defined inside another function.
+        ConfigError: it has no place: it is a lambda or a method, or is defined inside another function.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     module = sys.modules.get(getattr(function, "__module__", ""))
@@ -283,7 +283,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def place_of_class(cls: type) -> str:
-    """Module or file of a class; "" if it is defined in the script that runs."""
+    """Module or file of a class; "" if it is defined in the running script."""
     module = sys.modules.get(cls.__module__)
     if module is None or cls.__module__.startswith("__"):
         return ""
@@ -291,7 +291,7 @@ def place_of_class(cls: type) -> str:
 
 
 def find_function(place: str) -> Callable[..., Any]:
-    """The function at a place. A file that this process has run already is not run again.
+    """The function at a place. Does not run a file again that this process has already run.
 
     Raises:
         ConfigError, UnknownNameError: no such file, module or function.
@@ -312,7 +312,7 @@ def find_function(place: str) -> Callable[..., Any]:
 
 
 def load_module(path: Path, name: str | None = None) -> ModuleType:
-    """Runs a Python file as a module, once per name. Its folder becomes importable.
+    """Runs a Python file as a module, once per name, and makes its folder importable.
 
     Args:
         path: the file.
@@ -348,19 +348,19 @@ def import_module(kind: str, spec: str, module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{kind} {spec!r}: {error}{where_it_lies(spec, module, error)}") from error
-    except (ValueError, TypeError) as error:  # a name that no module has
+    except (ValueError, TypeError) as error:  # not the name of a module
         raise ConfigError(
             f"{kind} {spec!r}: there is no module {module!r}; name a file with .py: file.py:Class"
         ) from error
 
 
 def where_it_lies(spec: str, place: str, error: ModuleNotFoundError) -> str:
-    """How a module is found that could not be imported; "" where it was found, and lacks another one.
+    """Where to find a module that could not be imported; "" if it was found, and itself lacks another module.
 
     Args:
-        spec: what the user has named, "module:name".
+        spec: what the user named, "module:name".
         place: its module.
-        error: of the import.
+        error: the error of the import.
     """
     if error.name is None or not f"{place}.".startswith(f"{error.name}."):
         return ""
@@ -381,7 +381,7 @@ def where_it_lies(spec: str, place: str, error: ModuleNotFoundError) -> str:
 
 
 def _scripts(path: Path) -> list[ModuleType]:
-    """The modules of a file that this process has run as the main script, or under a name of ours."""
+    """The modules of a file that this process has run as the main script, or under one of our names."""
     return [
         module
         for module in list(sys.modules.values())

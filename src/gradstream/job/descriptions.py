@@ -1,4 +1,4 @@
-"""Writes an object as JSON, by its place and its fields, and makes it again in another process."""
+"""Writes an object as JSON, as its place and its fields, and makes it again in another process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gradstream.job.code import find_function, place_of, place_of_class
 
 
 def describe(value: Any) -> dict[str, Any]:
-    """Describes an object as JSON, from which `find_…` makes it again in another process.
+    """Describes an object as JSON, from which the `find_…` functions make it again in another process.
 
     Returns:
         {"class": ..., "fields": {...}, "defaults": {...}}. The class is "module:Class", or
         "file.py:Class", or "" if it is defined in the job file itself, which every node runs.
-        A field that is such an object itself (a schedule) becomes {"class": ..., "fields": ...}, a
+        A field that is such an object itself (a schedule) becomes {"class": ..., "fields": ...}, and a
         function {"function": place}; the place is "" if there is none (see `check_places`).
     """
     cls = type(value)
@@ -35,7 +35,7 @@ def describe(value: Any) -> dict[str, Any]:
 
 
 def described(value: Any) -> Any:
-    """A field as JSON holds it."""
+    """A field in the form in which JSON holds it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         described = describe(value)
         return {"class": described["class"] or place_of(type(value)), "fields": described["fields"]}
@@ -48,7 +48,7 @@ def described(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value of a field as JSON holds it."""
+    """The value of a field in the form in which JSON holds it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, Path):
@@ -71,7 +71,7 @@ def check_places(value: Any) -> None:
 
 
 def revived(value: Any) -> Any:
-    """Makes the object or function that `describe` has written as a table; returns other values unchanged."""
+    """Makes the object or function of a table that `describe` has written; returns other values unchanged."""
     if isinstance(value, Mapping) and value.keys() == {"function"}:
         return find_function(_text(value["function"]))
     if isinstance(value, Mapping) and value.keys() == {"class", "fields"}:
@@ -84,7 +84,7 @@ def revived(value: Any) -> Any:
 
 
 def made(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """The object of a class, or what a function returns, with these options. Raises ConfigError if they do not fit."""
+    """Calls a class or function with these options. Raises ConfigError if they do not fit."""
     check_options(kind, name, cls, options)
     try:
         return cls(**options)
@@ -119,9 +119,9 @@ def _check_complete(kind: str, name: str, cls: Callable[..., Any], options: Mapp
         and entry.name not in options
     ]
     if missing:
-        given = ", ".join(f"{option}=..." for option in missing)
+        arguments = ", ".join(f"{option}=..." for option in missing)
         flag = ", or --lr on the command line" if kind == "optimizer" and "lr" in missing else ""
         raise ConfigError(
             f"{kind} {name!r} lacks {', '.join(missing)}; expected an object that has it: "
-            f"{cls.__name__}({given}){flag}"
+            f"{cls.__name__}({arguments}){flag}"
         )

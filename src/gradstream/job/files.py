@@ -1,12 +1,12 @@
-"""Loads job files, by which every node of a run makes the job again, without pickling anything.
+"""Loads job files: every node of a run makes the job from them, and nothing is pickled.
 
 A spec names a job: "module:function", "file.py:function", or "file.py". A file of the last kind defines
 `job()`, or is a script that calls `gradstream.train(...)`. Such a script runs under another name, and the
-first call that would start a run yields the job instead. Where the script guards that call with
+first call that would start a run yields the job instead. If the script guards that call with
 `if __name__ == "__main__"`, it runs once more under that name.
 
-A script may start several runs, one after the other. Nodes of a later one get the run directories of the
-earlier ones: the calls that made those return them.
+A script may start several runs, one after the other. Nodes of a later run get the run directories of the
+earlier ones, and the calls that made those return them.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ class _Captured(BaseException):
 
 @dataclasses.dataclass(slots=True)
 class _Reading:
-    """State while a job file is being read up to the call that starts its run."""
+    """State while a job file is read up to the call that starts its run."""
 
-    earlier: list[Path]  # runs that are over already
-    simulated: bool  # whether a simulation counts as well
+    earlier: list[Path]  # directories of runs that are over
+    simulated: bool  # whether to stop at a simulation, too
 
 
 _reading: _Reading | None = None
 
 
 def intercept(job: Job, *, simulated: bool = False) -> Path | None:
-    """Called first by every function that starts runs: ends the job file where it is only read for its job.
+    """Called first by every function that starts runs: ends the job file if it is only read for its job.
 
     Args:
         job: the job of the call.
         simulated: whether the run is a simulation. A node of a real run does not stop reading at a
-            simulation; it does the simulation again.
+            simulation, but repeats it.
 
     Returns:
-        None to start the run; or the directory of this call's run, which is to be loaded instead.
+        None to start the run; or the directory of this call's run, to be loaded instead.
 
     Raises:
-        BaseException: a private one, where the file is only read for its job.
+        BaseException: a private one, if the file is only read for its job.
     """
     if _reading is None or (simulated and not _reading.simulated):
         return None
@@ -106,12 +106,12 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence
 
     Args:
         spec: "file.py", "file.py:function" or "module:function".
-        earlier: run directories of the runs that the script makes before this one; nodes give them.
+        earlier: run directories of the runs that the script makes before this one; passed by nodes.
         argv: `sys.argv` for the file, here and on the nodes of its run; None takes that of this process.
 
     Raises:
         ConfigError: there is no such file or function, or it does not make a job.
-        UserCodeError: the file has raised an error.
+        UserCodeError: the file raised an error.
     """
     argv, cwd = tuple(sys.argv if argv is None else argv), working_directory()
     place, colon, function = spec.rpartition(":")
@@ -172,7 +172,7 @@ ALONE = {
 
 @contextmanager
 def _as_lone_rank() -> Iterator[None]:
-    """Lets a script that makes a process group before its call of `train` be the only rank in it."""
+    """Lets a script that makes a process group before it calls `train` be the only rank of that group."""
     if "RANK" in os.environ:
         yield
         return
@@ -191,7 +191,7 @@ def _as_lone_rank() -> Iterator[None]:
 
 
 def _read(path: Path, name: str) -> ModuleType:
-    """Runs a job file. Raises UserCodeError, with the user's part of the traceback, where it fails."""
+    """Runs a job file. If it fails, raises UserCodeError with the user's part of the traceback."""
     try:
         with _as_lone_rank():
             return load_module(path, name)
@@ -202,7 +202,7 @@ def _read(path: Path, name: str) -> ModuleType:
 
 
 def traceback_in(path: Path, error: BaseException) -> str:
-    """The traceback of an error from the first line of this file on."""
+    """The traceback of an error, beginning at the first line of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
         trace = trace.tb_next
@@ -216,7 +216,7 @@ def _from_guarded(path: Path, earlier: Sequence[Path] | None) -> Job:
         with _capturing(earlier):
             _read(path, "__main__")
     except _Captured as captured:
-        # The job keeps the module in which its classes are defined alive.
+        # The job keeps the module alive that defines its classes.
         return captured.job
     finally:
         if main is not None:
@@ -243,23 +243,23 @@ def _call(module: ModuleType, function: str, spec: str) -> Job:
     return job
 
 
-def job_of(given: Asked, data: object) -> Model | Callable[[], Model] | Job:
-    """The job that `given` returns, where it is a function and there is no data; else `given` itself.
+def job_of(model: Asked, data: object) -> Model | Callable[[], Model] | Job:
+    """The job that `model` returns if it is a function of a job and there is no data; otherwise `model` itself.
 
-    Other processes find a function of a module too, also where a notebook has imported it.
+    If `model` is a function of a module, other processes find it too, even if a notebook imported it.
 
     Raises:
         ConfigError: the function does not return a job.
     """
-    if data is not None or not inspect.isfunction(given):
-        return cast("Model | Job", given)
-    name, module = given.__qualname__, sys.modules.get(given.__module__)
-    job = given()
+    if data is not None or not inspect.isfunction(model):
+        return cast("Model | Job", model)
+    name, module = model.__qualname__, sys.modules.get(model.__module__)
+    job = model()
     if not isinstance(job, Job):
         raise ConfigError(
             f"{name}() returned {type(job).__name__}; expected a gradstream.Job, or give data too"
         )
-    if module is None or module.__name__.startswith("__") or getattr(module, name, None) is not given:
+    if module is None or module.__name__.startswith("__") or getattr(module, name, None) is not model:
         return job
     place = str(module.__file__) if module.__name__.startswith("_gradstream_") else module.__name__
     return dataclasses.replace(job, spec=f"{place}:{name}")

@@ -44,7 +44,7 @@ Pipeline = Literal[
 """The order in which the parts of a split model compute; see `pipeline.schedule`."""
 
 RIVALS = frozenset({"epochs", "steps", "phases"})
-"""Fields that exclude each other: a later value of one removes an earlier value of the others."""
+"""Fields that exclude each other: a later value of a field removes earlier values of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,65 +53,70 @@ class Job:
 
     Args:
         model: a `Model`, or a function without arguments that makes one.
-        data: the data set; the name of one or "file.py:function" is looked up (`gradstream data info`), and a
+        data: the data set; a name or "file.py:function" is looked up (`gradstream data info`), and a
             pair of arrays (inputs, targets) becomes `from_arrays(inputs, targets)`.
-        strategy: the method of distribution: a name, "file.py:Class", or a Strategy. "auto" measures the links for 20
-            steps at most, and is then allreduce or local SGD: see `gradstream.coordinator.link_choice`.
-        strategy_options: fields of the strategy, where it is given by name.
+        strategy: how to distribute training: a name, "file.py:Class", or a Strategy. "auto" measures the links for at
+            most
+            20 steps, and then becomes allreduce or local SGD: see `gradstream.coordinator.link_choice`.
+        strategy_options: fields of the strategy, if it is set by name.
         optimizer: the update rule: a name or an Optimizer; None takes the strategy's default.
-        codec: makes what workers send smaller: a name such as "int8" or "top-k", or a codec
-            (`gs.codecs`). None sends numbers as they are. See `docs/codecs.md`.
-        fetch_codec: makes what servers send to workers smaller, where a gradient is computed on it: parameters are
+        codec: compresses what workers send: a name such as "int8" or "top-k", or a codec
+            (`gs.codecs`). None sends full precision. See `docs/codecs.md`.
+        fetch_codec: compresses the parameters that servers send to workers for a gradient: they are rounded anew for
+            each
+            fetch. None sends full precision. See `docs/codecs.md`.
             rounded, the same ones anew each time. None sends them as they are. See `docs/codecs.md`.
         groups: settings of the update rule for some parameters, by patterns of their names:
-            [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
+            [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later entries win.
         workers: number of replicas of the model.
         servers: number of shards of the parameter server; None is 1, or 0 for a strategy without a server.
-        split: number of processes that hold one replica of the model together, each a part of it. 1 does not
-            split it. The model must be `from_torch`; each part has `servers` shards of its own.
+        split: number of processes that share one replica of the model, each holding a part. 1 does not
+            split it. The model must be `from_torch`; each part has its own `servers` shards.
         micro_batches: number of pieces into which a split replica divides each minibatch, so that its parts work
             at the same time. The gradient stays that of the whole minibatch.
         pipeline: in which order the parts compute: "gpipe" (all forward passes first) or "1f1b" (a backward
             pass as soon as possible, which keeps fewer activations). "interleaved" gives each part two stages;
-            "zero-bubble" leaves the gradients of weights to idle time. Under "pipedream", "pipedream-vertical", "2bw"
-            and "delayed" the next minibatches begin before the update, with weights of several versions. With
-            `gs.pipeline.SyntheticGradients(...)` parts train apart, each by a predicted gradient of its output. With
-            `gs.pipeline.Hybrid(...)` each has samples of its own, and only layers such as the linear ones at the end
+            "zero-bubble" moves the gradients of weights into idle time. Under "pipedream", "pipedream-vertical", "2bw"
+            and "delayed" the next minibatches begin before the update, with several versions of the weights. With
+            `gs.pipeline.SyntheticGradients(...)` parts train independently, each by a predicted gradient of its output.
+            With `gs.pipeline.Hybrid(...)` each part has its own samples, and only layers such as the final linear ones
             are divided.
-        recompute: whether parts of a split model drop the activations of a forward pass, and compute them again
-            before its backward: less memory, and up to one more forward pass in time. The gradient has the same bits.
-        pipeline_dtype: "float16" or "bfloat16" sends float32 activations, and their gradients, between parts in two
-            bytes a number. None sends them as they are.
+        recompute: whether parts of a split model drop the activations of a forward pass and compute them again
+            before its backward pass: less memory, for up to one more forward pass. The gradient has the same bits.
+        pipeline_dtype: "float16" or "bfloat16" sends float32 activations and their gradients between parts in two
+            bytes per number. None sends them as they are.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
-        shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
-            partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
-            sizes of the workers' minibatches follow their measured speed; their sum stays the same. Where no
-            worker waits for others, as under Downpour, fast workers take more minibatches without it.
+        shares: relative amounts of data, one per worker: of each round, or of each epoch where that is divided into
+            partitions. Refused where workers take minibatches from a queue. "measured": the sizes of the workers'
+            minibatches follow their measured speed; their sum stays the same. Where no worker waits for others, as
+            under
+            Downpour, fast workers take more minibatches anyway.
         assignment: how minibatches are assigned to workers, for strategies without rounds. "queue": each
-            worker takes the next one of the epoch when it needs it. "partitions": each has a part of every
+            worker takes the next minibatch of the epoch when it needs one. "partitions": each has a part of every
             epoch, as large as its share; workers that have finished theirs help the others. None: as the
-            strategy chooses, and partitions where the data is a stream.
+            strategy chooses, and partitions if the data is a stream.
         accumulate: number k of minibatches per step. A worker computes them one after the other; the step
             counts as one with the joined minibatch, but needs only the memory of a small one.
         clip_norm: greatest norm of a worker's mean gradient over a step, clipped before the exchange.
-        clip_value: greatest absolute value of an element of that gradient. With either of the two, the
+        clip_value: greatest absolute value of an element of that gradient. With either clipping, the
             exchange does not overlap with backpropagation.
-        non_finite: what becomes of a gradient with a NaN or an infinity. "skip" leaves it out: the worker goes on
+        non_finite: what happens to a gradient with a NaN or an infinity. "skip" drops it: the worker goes on
             with its next minibatch, the samples count as dropped, and an event names worker, step and
-            minibatch. "error" ends the run at the first one.
-        quarantine_after: number of such gradients of one worker in a row for which it counts as lost. If the
-            newest gradients of all others are not finite either, the model has diverged, and the run ends.
+            minibatch. "error" ends the run at the first such gradient.
+        quarantine_after: number of consecutive such gradients after which a worker counts as lost. If the
+            newest gradients of all other workers are not finite either, the model has diverged, and the run ends.
         epochs: passes over the data. Exactly one of `epochs`, `steps` and `phases` is given.
         steps: steps per worker: minibatches, or k of them with `accumulate`; rounds, under strategies in rounds.
-        phases: the run is divided into these, one after the other, each with a strategy, number of workers, batch size
-            and learning rate of its own: see `gradstream.job.phases.Phase`.
+        phases: divides the run into consecutive phases, each with its own strategy, number of workers, batch size
+            and learning rate: see `gradstream.job.phases.Phase`.
         evaluate_every: steps (synchronous: rounds) between two evaluations on held-out samples, or "epoch".
             The worker of the lowest rank evaluates, while the others go on or wait for it; there is one more
             evaluation at the end. Strategy "auto" counts minibatches, and takes the nearest number of rounds.
-        noise_scale: whether to measure the gradient noise scale tr Σ/|G|², in one of 16 rounds: about as many samples
-            a step pay. For `synchronous` and `allreduce`; see `docs/large-batch.md`. It changes no result.
+        noise_scale: whether to measure the gradient noise scale tr Σ/|G|², in one of 16 rounds: about the number of
+            samples per step that is still worthwhile. For `synchronous` and `allreduce`; see `docs/large-batch.md`. It
+            changes no result.
         metrics: functions from the (outputs, targets) of all held-out samples to a number, by name; or objects with
-            `update(outputs, targets)` and `compute()`, as those of torchmetrics, which get them batch by batch. Each
+            `update(outputs, targets)` and `compute()`, like those of torchmetrics, which get them batch by batch. Each
             evaluation and `Run.evaluate` compute them. Or their places: "file.py:top5".
         until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
         callbacks: objects with some of these methods, which are called in the process that calls `train`:
@@ -121,34 +126,34 @@ class Job:
         seed: seed of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
         run_dir: the run directory; None makes runs/<utc>-<name>.
-        record_machine: whether the run directory holds machine, environment, command, commit of git and
-            versions of packages.
+        record_machine: whether the run directory holds machine, environment, command, git commit and
+            package versions.
         record: whether nodes record the order of events, so that `gradstream.ext.replay.replay` repeats the run
             bit for bit. For strategies that use servers.
         allow_lost: whether a run with your own training loop may finish without data of a lost worker that
-            the others could not take over (they can where `session.shard` has made the DataLoader). If not,
+            the others could not take over (they can if `session.shard` made the DataLoader). If not,
             such a run ends with an error that says what is missing.
-        allow_changed: whether a resumed run may go on with other files of your code, or other data, than it has
-            begun with; a message names them. If not, it is refused.
-        max_restarts: how often the launcher starts each worker of its machine again that was killed, or was
-            lost while it stood still: under strategies that go on without a lost worker. 0 starts none again.
+        allow_changed: whether a resumed run may continue with changed files of your code or changed data; a message
+            names them. If not, it is refused.
+        max_restarts: how often the launcher restarts each worker of its machine that was killed, or was
+            lost while it stood still: under strategies that go on without a lost worker. 0 restarts none.
         acknowledge: when a shard acknowledges a push. "applied": once it is in the parameters; the run ends if a
             shard dies. "replicated": once another shard has the result in its memory too; needs `servers` >= 2.
-            "logged": once a file of the run directory has it. With the last two, a new process goes on where a
-            killed shard was, and no acknowledged push is lost.
+            "logged": once a file of the run directory has it. With the last two, a new process continues for a
+            killed shard, and no acknowledged push is lost.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
-            where all nodes exchange through shared memory, more for large models
-            (`wire.chunks.shared_chunk_elems`). It changes no result, but where fragments of `streaming-diloco` end.
+            more for large models if all nodes exchange through shared memory
+            (`wire.chunks.shared_chunk_elems`). It changes no result, except where fragments of `streaming-diloco` end.
         checkpoint_every: steps between two checkpoints (strategy "auto": as for `evaluate_every`), "epoch", or a time
-            such as "10min", the first then after a minute; None makes one only when the run is stopped. At the end of
-            a run there is its result and no checkpoint.
+            such as "10min", the first then after a minute; None makes a checkpoint only when the run is stopped. At the
+            end of a run there is its result and no checkpoint.
         keep_last: number of newest checkpoints that are kept.
-        keep_best: whether the parameters with the best evaluation are kept, as they were evaluated, in
-            `checkpoints/best` (not of split models, nor while a worker on another machine evaluates); and the
-            checkpoint after it. The best is that of the figure that `until` monitors; without one it has the
-            highest accuracy, or where there is none, the lowest loss. Of equal ones it is the first.
+        keep_best: whether to keep the parameters with the best evaluation, as they were evaluated, in
+            `checkpoints/best` (not of split models, nor while a worker on another machine evaluates), and the
+            checkpoint after it. The best is that of the figure that `until` monitors; without `until`, that with the
+            highest accuracy or, if there is no accuracy, the lowest loss. Of equal ones it is the first.
         device: device of a `from_torch` model: "cpu", "cuda" (worker r takes GPU r modulo the number of GPUs
-            of its machine), "cuda:1", or "auto": an accelerator where a machine has one. Gradients and
+            of its machine), "cuda:1", or "auto": an accelerator if a machine has one. Gradients and
             parameters are exchanged through main memory.
         carrier: how chunks travel between two nodes: "grpc", "tcp" or "shm", or "auto", which takes the
             best that both have. Membership always uses gRPC.
@@ -157,11 +162,11 @@ class Job:
         deadlines: see `Deadlines`.
         spec: place where nodes find model and data: "file.py", "file.py:function", "module:function".
             Filled in by `load_job` and `train`.
-        argv: command line that nodes find as `sys.argv` when they read the job file: the launcher's own.
+        argv: command line that nodes find in `sys.argv` when they read the job file: the launcher's own.
             Filled in by `load_job` and `train`.
         cwd: working directory in which nodes read the job file: that of the launcher before it read the file, which
             may change it. Filled in by `load_job` and `train`.
-        origins: origin of each value that is not the job file's, by key: "workers",
+        origins: origin of each value that does not come from the job file, by key: "workers",
             "strategy.push_every". Filled in by `train` and `gradstream.job.settings`.
 
     Example:
@@ -292,7 +297,7 @@ def make_job(
 ) -> Job:
     """Makes a job from the arguments of `train` and `simulate`: model, data and options, or a job to change.
 
-    A new value of `epochs` or `steps` removes the other one from the job that is changed.
+    A new value of `epochs` or `steps` removes the other from the job that is changed.
 
     Raises:
         UnknownNameError: there is no such option; the message names the nearest one.
@@ -315,10 +320,10 @@ def make_job(
 
 
 def build_model(job: Job, rank: int = 0) -> Model:
-    """The job's model on its device; calls the job's function where the job has one instead of a model.
+    """The job's model on its device; calls the job's function if the job has one instead of a model.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         rank: rank of the worker that computes with the model.
 
     Raises:
@@ -343,10 +348,10 @@ def build_model(job: Job, rank: int = 0) -> Model:
 
 
 def spread_out(job: Job, origin: str) -> Job:
-    """The job with the `chunk_elems` that suits a network; one that the user has set stays.
+    """The job with the `chunk_elems` that suits a network; keeps a value that the user has set.
 
     Args:
-        job: of a run whose nodes are not all on one machine, or of a simulated one.
+        job: of a run whose nodes are not all on one machine, or of a simulated run.
         origin: who chose the value, in a word, for `Job.origins`.
     """
     if job.chunk_elems is not None:
@@ -356,7 +361,7 @@ def spread_out(job: Job, origin: str) -> Job:
 
 
 class OwnData(Protocol):
-    """Stands in a job in place of a data set where every worker's loop brings its own data.
+    """Takes the place of a data set in a job where every worker's loop brings its own data.
 
     Attributes:
         optimizer: the update rule that the loop asks for; "" if the job names it.
@@ -371,7 +376,7 @@ class OwnData(Protocol):
 
 
 def is_open_ended(job: Job) -> bool:
-    """Whether training loops of the user's own bring the data, of an unknown amount."""
+    """Whether the user's own training loops bring the data, of an unknown amount."""
     return hasattr(job.data, "loop")
 
 

@@ -1,13 +1,13 @@
 """`losses_of`: what becomes of a run when a worker dies, decided in one place.
 
 the others go on without it        as the strategy says; in rounds only where others stand in for it, or where workers
-                                   exchange in pairs: its part is left out then, until a new process takes its place
+                                   exchange in pairs: its part is skipped until a new process takes its place
 a new process takes its place      unless a rule of `traits.txt` forbids a replacement
 until then others stand in for it  in rounds, where a new process may come
-its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come;
-                                   not in passes, where each chunk knows the portions that it has
+its torn pushes are redone         otherwise, where it pushed gradients to servers and a new process may come;
+                                   not in passes, where each chunk knows which portions it has
 
-The reasons are ends of a sentence, for messages. docs/assumptions.md says the same in words.
+The reasons are clauses that end the sentence of a message. docs/assumptions.md has the same table in words.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         survives_worker_loss=not why_not if rounds and not pairs else plan.strategy.survives_worker_loss,
         quorum=None if served is None else served.quorum(plan.workers),
         allow_lost=plan.job.allow_lost,
-        # A trial of a line search may lie where the loss has no value, with all portions of a worker.
+        # A trial of a line search may land where the loss has no value, on all portions of a worker.
         quarantine_after=sys.maxsize if plan.strategy.in_passes else plan.job.quarantine_after,
         obstacle=why_not,
         redoes=redoes and not why_not,
@@ -53,9 +53,9 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
 
 
 def losses_of_all(plan: RunPlan) -> LossTolerance:
-    """The losses that some phase of the run survives: where the present one does not, the coordinator ends the run."""
-    losses = [losses_of(one) for one in plan.every or (plan,)]
-    return next((one for one in losses if one.replaces), losses[0])
+    """The losses that some phase of the run survives: if the present phase does not, the coordinator ends the run."""
+    losses = [losses_of(phase_plan) for phase_plan in plan.every or (plan,)]
+    return next((loss for loss in losses if loss.replaces), losses[0])
 
 
 def why_shards_stay(plan: RunPlan, *, spread: bool) -> str:

@@ -1,4 +1,4 @@
-"""The user's metrics of an evaluation: functions of all outputs, and objects that get them batch by batch."""
+"""The user's metrics of an evaluation: functions of all outputs, and objects that are updated batch by batch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.model.base import Batch, leaves_of, map_leaves
 
 MAX_KEPT_BYTES = 512 << 20
-"""Most bytes of outputs and targets that are kept for metrics that are functions."""
+"""Most bytes of outputs and targets to keep for metrics that are functions."""
 
 
 class UpdatedMetric(Protocol):
-    """A metric that is updated batch by batch, as those of torchmetrics and torcheval are. `reset` may be missing."""
+    """A metric that is updated batch by batch, like those of torchmetrics and torcheval. `reset` may be missing."""
 
     def update(self, outputs: Any, targets: Any) -> Any:
         """Takes the outputs and targets of a batch."""
 
     def compute(self) -> Any:
-        """The value over all batches: one number."""
+        """The value over all batches: a number."""
 
 
 Metric: TypeAlias = Callable[[Any, Any], Any] | UpdatedMetric | type[UpdatedMetric]
@@ -44,17 +44,17 @@ class Metrics:
         num_samples: number of held-out samples.
     """
 
-    def __init__(self, given: Mapping[str, Metric], num_samples: int) -> None:
-        self._given = given
+    def __init__(self, metrics: Mapping[str, Metric], num_samples: int) -> None:
+        self._given = metrics
         self._num_samples = num_samples
         self._updated = dict[str, Any]()
-        for name, metric in given.items():
+        for name, metric in metrics.items():
             if hasattr(metric, "update") and hasattr(metric, "compute"):
                 with users_code(f"metric {name!r}"):
                     made = metric() if isinstance(metric, type) else copy.deepcopy(metric)
                     getattr(made, "reset", lambda: None)()
                 self._updated[name] = made
-        self._functions = [name for name in given if name not in self._updated]
+        self._functions = [name for name in metrics if name not in self._updated]
         self._kept: list[tuple[Any, Any]] = []
         self._counts: list[int] = []
         self._kept_bytes = 0
@@ -63,7 +63,7 @@ class Metrics:
         """Takes a batch.
 
         Raises:
-            UserCodeError: a metric raised; or outputs need too much memory to be kept for one that is a function.
+            UserCodeError: a metric raised; or outputs need too much memory to be kept for a metric that is a function.
         """
         for name, metric in self._updated.items():
             with users_code(f"metric {name!r}"):
@@ -85,7 +85,7 @@ class Metrics:
 
     def values(self) -> dict[str, float]:
         """The value of each metric. Raises UserCodeError if a metric raised, or its value is no finite number."""
-        found = dict[str, float]()
+        values = dict[str, float]()
         outputs = targets = None
         if self._functions:
             outputs, targets = (
@@ -94,22 +94,22 @@ class Metrics:
             )
         for name, metric in self._given.items():
             with users_code(f"metric {name!r}"):
-                given: Any = metric
-                value = self._updated[name].compute() if name in self._updated else given(outputs, targets)
-                found[name] = float(value)
-            if not math.isfinite(found[name]):
+                function: Any = metric
+                value = self._updated[name].compute() if name in self._updated else function(outputs, targets)
+                values[name] = float(value)
+            if not math.isfinite(values[name]):
                 raise UserCodeError(
-                    f"in an evaluation, the metric {name!r} gave {found[name]} for {self._num_samples:,} held-out "
+                    f"in an evaluation, the metric {name!r} gave {values[name]} for {self._num_samples:,} held-out "
                     "samples; expected a finite number"
                 )
-        return found
+        return values
 
 
 _INSTEAD = "An object with update(outputs, targets) and compute(), as torchmetrics has them, gets them batch by batch"
 
 
 def _joined(trees: Sequence[Any], counts: Sequence[int], what: str) -> Any:
-    """One tree of the trees of several batches. Raises UserCodeError if they do not fit together."""
+    """Joins the trees of several batches into one. Raises UserCodeError if they do not fit together."""
     first = trees[0]
     if len(trees) == 1 or all(tree is None for tree in trees):
         return first

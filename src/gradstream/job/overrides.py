@@ -31,7 +31,7 @@ _NOT_PLAIN = ("model", "data", "callbacks", "strategy", "strategy_options", "opt
 
 
 def overrides(job: Job) -> dict[str, Any]:
-    """The fields of a job that are plain values, as JSON holds them."""
+    """The fields of a job that are plain values, in the form in which JSON holds them."""
     names = [entry.name for entry in dataclasses.fields(job) if entry.name not in _NOT_PLAIN]
     fields = {name: plain(getattr(job, name)) for name in names}
     fields["phases"] = list(map(described_phase, job.phases))
@@ -40,7 +40,7 @@ def overrides(job: Job) -> dict[str, Any]:
 
 
 def _place_of(metric: Any) -> str:
-    """The place of a metric; "" if other processes have to take it from the job file."""
+    """The place of a metric; "" if other processes have to take the metric from the job file."""
     try:
         return metric if isinstance(metric, str) else place_of(metric)
     except ConfigError:
@@ -48,7 +48,7 @@ def _place_of(metric: Any) -> str:
 
 
 def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
-    """The job with the fields that `overrides` has written.
+    """The job with the fields that `overrides` wrote.
 
     Raises:
         ConfigError: a field is unknown, or its value has a wrong type.
@@ -77,7 +77,7 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Raises MismatchError for a field that a job does not have, or a value of a wrong type."""
+    """Raises MismatchError for an unknown field, or a value of a wrong type."""
     hints = {**typing.get_type_hints(Job), "run_dir": str | None, "metrics": Mapping[str, str]}
     hints["codec"] = str | Mapping[str, Any] | None
     hints["phases"] = Sequence[Mapping[str, Any]]
@@ -88,7 +88,7 @@ def _check(values: Mapping[str, Any]) -> None:
 
 
 def _phases(job: Job, records: Sequence[Mapping[str, Any]]) -> Sequence[Phase]:
-    """The phases that were written; those of the job file, where these are the same."""
+    """The phases that were written; or those of the job file, if they are the same."""
     if records == list(map(described_phase, job.phases)):
         return job.phases
     return list(map(phase_of, records))
@@ -129,10 +129,10 @@ def text_of_optimizer(
 
 
 def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
-    """Reads the update rule of a worker; the second value also has the settings of groups, or is None.
+    """Reads the update rule of a worker. The second value includes the settings of groups, or is None.
 
     Raises:
-        ConfigError: the rule is not built in: no code is loaded because a peer names it.
+        ConfigError: the rule is not built in: a peer cannot make this process load code.
     """
     try:
         described = parse_json(text, max_bytes=MAX_RULE_BYTES)
@@ -165,7 +165,7 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rule:
-    """An update rule as a text has it; the text calls `place` "class"."""
+    """An update rule as it stands in a text, which calls `place` "class"."""
 
     place: str
     fields: Mapping[str, Any]
@@ -174,9 +174,9 @@ class _Rule:
 
 
 def _check_plain(fields: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field that is a table: it would be made into an object of a class that it names."""
+    """Raises ValueError for a field that is a table: it would become an object of the class that it names."""
     for name, value in fields.items():
         if isinstance(value, Mapping) or (
-            isinstance(value, list | tuple) and any(isinstance(one, Mapping | list) for one in value)
+            isinstance(value, list | tuple) and any(isinstance(entry, Mapping | list) for entry in value)
         ):
             raise ValueError(f"{name[:80]!r} is a table: no peer may name a place of code")

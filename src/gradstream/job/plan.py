@@ -1,4 +1,4 @@
-"""What all nodes of a run agree on: the job as `run.planning` has resolved it, and what follows from it."""
+"""What all nodes of a run agree on: the job as `run.planning` resolved it, and what follows from it."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class EvaluationPlan:
     Args:
         every: see `Every`; None for never.
         metrics: the user's metrics, by name.
-        goals: what of an evaluation ends the run: "accuracy", "test_loss".
+        goals: figures of an evaluation that can end the run: "accuracy", "test_loss".
         keep_best: whether the parameters with the best evaluation are kept.
-        until: says which evaluation is the best, where it monitors a figure.
+        until: says which evaluation is the best, if it monitors a figure.
     """
 
     every: Every | None = None
@@ -92,23 +92,23 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A job that was resolved and checked, on which all nodes of a run agree.
+    """A resolved and checked job, on which all nodes of a run agree.
 
     Args:
         id: name of the run; its nodes refuse those of other runs.
         job: the job as the user asked for it.
         strategy: the job's strategy.
-        optimizer: the job's update rule, or the strategy's where the job has none.
-        codec: encodes what workers push; None pushes it as it is.
+        optimizer: the job's update rule, or the strategy's if the job has none.
+        codec: encodes what workers push; None pushes full precision.
         servers: number of shards of the parameter server, of all parts together.
-        chunk_elems: elements per chunk; None derives them from the size of the model, in shared memory.
+        chunk_elems: elements per chunk; None, in shared memory, derives them from the size of the model.
         groups: parameters with settings of their own.
         evaluation: when held-out samples are evaluated.
-        policy: when checkpoints are made; None makes none, also when the run is stopped.
-        resume: where the run goes on; None where it begins.
-        whole: the job with all of its phases, where it has some; `job` is then that of one phase.
-        phase: which phase that is, and where it has begun.
-        every: the plans of all phases, as if each began the run; () where there are none.
+        policy: when checkpoints are made; None makes none, not even when the run is stopped.
+        resume: where the run continues; None if it is new.
+        whole: the job with all of its phases, if it has any; `job` is then that of one phase.
+        phase: which phase that is, and where it began.
+        every: the plans of all phases, as if each began the run; () without phases.
     """
 
     id: str
@@ -133,12 +133,12 @@ class RunPlan:
 
     @property
     def node_names(self) -> list[str]:
-        """The names of all nodes, those of all phases, in the order in which they are started."""
+        """The names of all nodes, of all phases, in the order in which they are started."""
         return self._nodes(self.most_servers, self.most_workers)
 
     @property
     def own_nodes(self) -> list[str]:
-        """The names of the nodes that take part: of a run with phases, in this phase."""
+        """The names of the nodes that take part: in this phase, if the run has phases."""
         return self._nodes(self.servers, self.workers)
 
     def _nodes(self, servers: int, workers: int) -> list[str]:
@@ -147,12 +147,12 @@ class RunPlan:
 
     @property
     def most_workers(self) -> int:
-        """Number of workers of the phase that has most of them."""
+        """Greatest number of workers of any phase."""
         return max((plan.workers for plan in self.every), default=self.workers)
 
     @property
     def most_servers(self) -> int:
-        """Number of shards of the phase that has most of them."""
+        """Greatest number of shards of any phase."""
         return max((plan.servers for plan in self.every), default=self.servers)
 
     @property
@@ -162,7 +162,7 @@ class RunPlan:
 
     @property
     def predictors(self) -> str:
-        """Names the predictors of parts that train apart; "" if there are none."""
+        """Names the predictors of independently trained parts; "" if there are none."""
         pipeline = self.job.pipeline
         return pipeline.of_parts(self.parts) if isinstance(pipeline, SyntheticGradients) else ""
 
@@ -173,7 +173,7 @@ class RunPlan:
 
     @property
     def remainders(self) -> str:
-        """Names what each worker keeps that it has not sent yet: by which codec, or while it computes; else ""."""
+        """Names the unsent state that each worker keeps: by which codec, or while it computes; "" if none."""
         keeps = isinstance(self.codec, PowerSGD) or (self.codec is not None and bool(self.codec.state_names))
         delayed = isinstance(self.strategy, GroupStrategy) and self.strategy.delay > 0
         if not (keeps or delayed):
@@ -185,7 +185,7 @@ class RunPlan:
     def rule_name(self) -> str:
         """Names the state that a checkpoint of the run has: of which update rule, and of which batch method.
 
-        An outer rule keeps something else than the same rule for gradients, and a rule without momentum keeps nothing.
+        An outer rule keeps other state than the same rule for gradients, and a rule without momentum keeps none.
         """
         rule = self.shards_optimizer
         name = describe(rule.rule if isinstance(rule, Outer) else rule)["class"] or type(rule).__qualname__
@@ -200,7 +200,7 @@ class RunPlan:
         """Whether the optimizer state of the checkpoint is that of the run's rule.
 
         A phase may have another rule, and so may a resumed job.
-        A batch method begins anew in each phase: the one before may have ended, or had other options.
+        A batch method starts over in each phase: the phase before may have ended, or had other options.
         """
         resume = self.resume
         if resume is None:
@@ -210,7 +210,7 @@ class RunPlan:
 
     @property
     def renumbered(self) -> int | None:
-        """The version of all chunks of the checkpoint, in rounds that follow another strategy; else None.
+        """The version of all chunks of the checkpoint, if rounds follow another strategy; else None.
 
         Versions of rounds are the numbers of the rounds, and those of another strategy count pushes.
         """
@@ -221,14 +221,14 @@ class RunPlan:
 
     @property
     def replicas(self) -> str:
-        """Names what a checkpoint has of each worker that has parameters of its own; "" if there are none."""
+        """Names what a checkpoint has of each worker that has its own parameters; "" if there are none."""
         if not isinstance(self.strategy, PeerStrategy):
             return ""
         return f"{type(self.strategy).__name__} with {type(self.optimizer).__name__}"
 
     @property
     def servers_of_part(self) -> int:
-        """Number of shards that hold each part of the model; all of them where it is not split."""
+        """Number of shards that hold each part of the model; all of them if it is not split."""
         return self.servers // self.parts
 
     def identity(self, name: str, incarnation: int) -> Identity:
@@ -242,15 +242,15 @@ class RunPlan:
 
     @property
     def variance_test(self) -> VarianceTest | None:
-        """What makes the batches of this phase grow; None if nothing does."""
-        if self.whole is None or (theta := (given := self.whole.phases[self.phase.number]).theta) is None:
+        """Makes the batches of this phase grow; None if nothing does."""
+        if self.whole is None or (theta := (phase := self.whole.phases[self.phase.number]).theta) is None:
             return None
         population = self.job.data.num_samples or math.inf
-        return VarianceTest(theta, self.workers, self.job.accumulate, given.largest, population)
+        return VarianceTest(theta, self.workers, self.job.accumulate, phase.largest, population)
 
     @property
     def link_choice(self) -> LinkChoice | None:
-        """Chooses in this phase how the next one exchanges; None where the job says that."""
+        """Chooses, in this phase, how the next phase exchanges; None if the job says that."""
         number = self.phase.number + 1
         if self.whole is None or not self.follows or self.whole.phases[number].strategy != AUTO:
             return None
@@ -286,12 +286,12 @@ class RunPlan:
 
     @property
     def open_ended(self) -> bool:
-        """Whether training loops of the user's own bring the data, of an unknown amount."""
+        """Whether the user's own training loops bring the data, of an unknown amount."""
         return is_open_ended(self.job)
 
     @property
     def steps_left(self) -> int | None:
-        """Steps of each worker from here on, where their number ends the run."""
+        """Steps of each worker from here on, if their number ends the run."""
         steps = self.job.steps
         return steps if steps is None or self.resume is None else max(0, steps - self.resume.rounds)
 
@@ -346,7 +346,7 @@ class RunPlan:
 
     @property
     def _partitioning(self) -> Partitioning:
-        """How the data is divided: as the strategy says; where it leaves a choice, as the job says."""
+        """How the data is divided: as the strategy says or, if it leaves a choice, as the job says."""
         own = self.strategy.partitioning_of_run()
         if own == "rounds":
             return own
@@ -376,12 +376,12 @@ class RunPlan:
 
     @property
     def optimizer_in_loop(self) -> bool:
-        """Whether the optimizers of the user's own loops make the steps, of which the run need not know the rule."""
+        """Whether the optimizers of the user's own loops make the steps; the run need not know their rule."""
         return self.open_ended and (self.averages_gradients or self.strategy.local_rounds)
 
     @property
     def trains_locally(self) -> bool:
-        """Whether workers make steps of their own between two exchanges, with servers or without."""
+        """Whether workers make steps of their own between two exchanges, with or without servers."""
         pushes = "gradients" if self.served is None else self.served.pushes
         return self.strategy.local_rounds or pushes != "gradients"
 
@@ -395,12 +395,12 @@ class RunPlan:
 
     @property
     def served(self) -> ServerStrategy | None:
-        """The strategy, where its workers exchange through servers; else None."""
+        """The strategy, if its workers exchange through servers; else None."""
         return self.strategy if isinstance(self.strategy, ServerStrategy) else None
 
     @property
     def shards_optimizer(self) -> Optimizer:
-        """The rule of a weighted sum of what workers send, on shards or in a group: the run's, or an outer one."""
+        """The rule for a weighted sum of what workers send, on shards or in a group: the run's, or an outer rule."""
         if self.averages_gradients or isinstance(self.strategy, PeerStrategy):
             return Replace()
         if isinstance(self.strategy, GroupStrategy) and (outer := self.strategy.outer_rule()) is not None:
@@ -411,18 +411,18 @@ class RunPlan:
 
     @property
     def by_name(self) -> bool:
-        """Whether the update rule looks at names of parameters: some have settings of their own, or shapes count."""
+        """Whether the update rule needs the names of parameters: for settings of some, or for shapes."""
         return bool(self.groups) or isinstance(self.optimizer, ByShape)
 
     def grouped(self, model: Model) -> GroupedRule | None:
-        """The update rule of a model, where it is not the same for all elements; else None.
+        """The update rule of a model, if it is not the same for all elements; else None.
 
         Args:
             model: gives the names of its parameters; it is not touched unless `by_name`.
 
         Raises:
             UnknownNameError: a group matches none of them.
-            ConfigError: the rule needs whole tensors, and workers that have only slices of some apply it.
+            ConfigError: the rule needs whole tensors, but workers that have only slices of some apply it.
         """
         if not self.by_name:
             return None
@@ -437,10 +437,12 @@ class RunPlan:
     def chunk_elems_of(self, layout: Layout) -> int:
         """Elements per chunk for a model's layout: the same on all nodes, since all have the same model.
 
-        The size is fixed for a strategy that exchanges blocks of elements which depend on where chunks begin.
+        The size is fixed for a strategy that exchanges blocks of elements which depend on the borders of chunks.
         """
-        served = [plan.served for plan in self.every or [self]]  # shards stay over phases, with their chunks
-        fewest = max((one.fewest_chunks for one in served if one is not None), default=1)
+        served = [
+            plan.served for plan in self.every or [self]
+        ]  # shards, and their chunks, last for all phases
+        fewest = max((strategy.fewest_chunks for strategy in served if strategy is not None), default=1)
         most = parted_chunk_elems(layout.elems, fewest) if fewest > 1 else MAX_CHUNK_ELEMS
         if self.chunk_elems is not None:
             return min(most, self.chunk_elems)

@@ -1,7 +1,7 @@
 """Finds strategies, update rules and data sets by name: only this module lists the concrete classes.
 
 A new method is one new file, one line here, and the lists that CONTRIBUTING names. A user's own class needs no line:
-it is named by its place, "file.py:Class" or "module:Class". An installed package registers a name (see `plugins`).
+its place names it, "file.py:Class" or "module:Class". An installed package registers a name (see `plugins`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradstream.strategies.base import (
 # ---- plugins -----------------------------------------------------------------------------
 # Plugins: strategies, update rules and data sets of installed packages.
 #
-# A package registers one by an entry point, in two lines of its `pyproject.toml`:
+# A package registers a member by an entry point, in two lines of its `pyproject.toml`:
 #
 #     [project.entry-points."gradstream.strategies"]
 #     patient = "acme.sgd:Patient"
@@ -83,16 +83,16 @@ class Plugin:
         """
         module, _, name = self.place.partition(":")
         try:
-            found = importlib.import_module(module)
+            member = importlib.import_module(module)
             for part in name.split("."):
-                found = getattr(found, part)
+                member = getattr(member, part)
         except (Exception, SystemExit) as error:  # the package's code may raise anything
             last = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(
                 f"{self.kind} {self.name!r} of {self.origin} cannot be loaded from {self.place}: {last}; "
                 "mend or uninstall that package"
             ) from error
-        return found
+        return member
 
 
 def installed(kind: str) -> list[Plugin]:
@@ -109,7 +109,7 @@ def _changed_ns(path: str) -> int:
 
 @functools.lru_cache(maxsize=len(GROUPS))
 def _offers(kind: str, where: tuple[tuple[str, int], ...]) -> list[Plugin]:
-    """See `installed`. To read the metadata takes 2 ms, which a short simulation does not take: so it is done once."""
+    """See `installed`. Cached: reading the metadata takes 2 ms, which a short simulation should not pay twice."""
     offers = []
     for entry in importlib.metadata.entry_points(group=GROUPS[kind]):
         package = entry.dist
@@ -125,24 +125,24 @@ def choose(kind: str, built_in: Mapping[str, str], name: str) -> Plugin | None:
     Args:
         kind: the family.
         built_in: places of the built-in members, by name.
-        name: the name; case does not matter, nor whether it has _ or -.
+        name: case and the choice between _ and - do not matter.
 
     Raises:
         ConfigError: several members have this name; the message lists them.
     """
     own = [Plugin(kind, key, place, BUILT_IN) for key, place in built_in.items()]
-    found = [offer for offer in (*own, *installed(kind)) if key_of(offer.name) == key_of(name)]
-    if len(found) > 1:
-        both = " and ".join(map(str, found))
+    members = [offer for offer in (*own, *installed(kind)) if key_of(offer.name) == key_of(name)]
+    if len(members) > 1:
+        both = " and ".join(map(str, members))
         raise ConfigError(
             f"{kind} {name!r} is the name of {both}: uninstall the plugin, or name the one that you mean by its place: "
-            f"{found[-1].place}"
+            f"{members[-1].place}"
         )
-    return found[0] if found else None
+    return members[0] if members else None
 
 
 def key_of(name: str) -> str:
-    """The name in lower case and with hyphens: names of equal form count as one."""
+    """The name in lower case and with hyphens: names with equal keys count as one."""
     return name.lower().replace("_", "-")
 
 
@@ -194,7 +194,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 
 
 def name_of(value: object) -> str:
-    """The name of a built-in strategy or update rule; of other classes their own, in lower case."""
+    """The name of a built-in strategy or update rule; for other classes, the class name in lower case."""
     if title := getattr(value, "title", ""):
         return str(title)
     place = f"{type(value).__module__}:{type(value).__qualname__}"
@@ -209,48 +209,48 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
         UnknownNameError: there is no such strategy or option; the message names the nearest one.
         ConfigError: the file or the class in it cannot be loaded.
     """
-    found = _find("strategy", spec, options or {})
-    if not isinstance(found, ServerStrategy | GroupStrategy | PeerStrategy | SharedMemoryStrategy):
+    strategy = _find("strategy", spec, options or {})
+    if not isinstance(strategy, ServerStrategy | GroupStrategy | PeerStrategy | SharedMemoryStrategy):
         raise ConfigError(
-            f"strategy {spec!r} makes an object of class {type(found).__name__}; expected a strategy: derive the "
+            f"strategy {spec!r} makes an object of class {type(strategy).__name__}; expected a strategy: derive the "
             "class from gradstream.strategies.ServerStrategy, GroupStrategy, PeerStrategy or SharedMemoryStrategy"
         )
-    return found
+    return strategy
 
 
 def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
-    """Finds an update rule in the same way as `find_strategy`, with the same errors."""
+    """Finds an update rule like `find_strategy`, with the same errors."""
     _check_ours(spec)
-    found = _find("optimizer", spec, options or {})
-    missing = [name for name in ("lr", "state_names", "apply") if not hasattr(found, name)]
+    optimizer = _find("optimizer", spec, options or {})
+    missing = [name for name in ("lr", "state_names", "apply") if not hasattr(optimizer, name)]
     if missing:
         raise ConfigError(
-            f"optimizer {spec!r} is a {type(found).__name__} without {', '.join(missing)}; "
+            f"optimizer {spec!r} is a {type(optimizer).__name__} without {', '.join(missing)}; "
             "expected an update rule: see gradstream.optim.base"
         )
-    return cast(Optimizer, found)
+    return cast(Optimizer, optimizer)
 
 
 def find_codec(spec: str | Codec | PowerSGD, options: Mapping[str, Any] | None = None) -> Codec | PowerSGD:
-    """Finds a codec in the same way as `find_strategy`, with the same errors."""
+    """Finds a codec like `find_strategy`, with the same errors."""
     if isinstance(spec, type):
         raise ConfigError(
             f"codec is the class {spec.__name__}; expected an object, {spec.__name__}(), or a name"
         )
     if spec in ("", "none", "None"):
         raise ConfigError(f"codec {spec!r} is no codec; leave codec out to send numbers as they are")
-    found = _find("codec", spec, options or {})
-    if isinstance(found, PowerSGD):
-        return found
+    codec = _find("codec", spec, options or {})
+    if isinstance(codec, PowerSGD):
+        return codec
     missing = [
-        name for name in ("encoded_bytes", "encode", "decode", "state_names") if not hasattr(found, name)
+        name for name in ("encoded_bytes", "encode", "decode", "state_names") if not hasattr(codec, name)
     ]
     if missing:
         raise ConfigError(
-            f"codec {spec!r} is a {type(found).__name__} without {', '.join(missing)}; expected a name "
+            f"codec {spec!r} is a {type(codec).__name__} without {', '.join(missing)}; expected a name "
             f"({', '.join(sorted(CODECS))}), or a codec: see gradstream.codec.base"
         )
-    return cast(Codec, found)
+    return cast(Codec, codec)
 
 
 def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset:
@@ -260,12 +260,12 @@ def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset
         UnknownNameError, ConfigError: as `find_strategy`; or the function does not return a data set.
         DataError: the data cannot be read.
     """
-    found = _find("data set", spec, options or {})
-    if not (hasattr(found, "batch") or hasattr(found, "feed")) or not hasattr(found, "num_samples"):
+    dataset = _find("data set", spec, options or {})
+    if not (hasattr(dataset, "batch") or hasattr(dataset, "feed")) or not hasattr(dataset, "num_samples"):
         raise ConfigError(
-            f"data set {spec!r} makes a {type(found).__name__}; expected a Dataset: see gradstream.data.base"
+            f"data set {spec!r} makes a {type(dataset).__name__}; expected a Dataset: see gradstream.data.base"
         )
-    return cast(Dataset, found)
+    return cast(Dataset, dataset)
 
 
 def catalogue(kind: str) -> list[Plugin]:
@@ -309,12 +309,12 @@ def _class(kind: str, spec: str) -> Callable[..., Any]:
         made: Callable[..., Any] = offer.load()
         return made
     module = load_module(Path(place)) if place.endswith(".py") else import_module(kind, spec, place)
-    found = getattr(module, name, None)
+    member = getattr(module, name, None)
     fits = callable if kind in ("data set", "codec") else _is_class
-    if not fits(found):
+    if not fits(member):
         public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
         raise UnknownNameError(f"{kind} in {place}", name, public)
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], member)
 
 
 def _is_class(value: object) -> bool:

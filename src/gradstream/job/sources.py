@@ -18,27 +18,27 @@ from gradstream.errors import ConfigError
 def sources_of(job: Path, more: Iterable[Path] = ()) -> dict[str, Path]:
     """The files that a job needs on every machine, by their names there.
 
-    Modules are found as by `imported_by`. What a job finds in another way (a file that it opens) has to be named.
+    Modules are found as by `imported_by`. Whatever a job finds in another way (a file that it opens) has to be named.
 
     Args:
         job: the job file.
-        more: files and folders to bring along; each lies in the job's folder.
+        more: files and folders to bring along, all inside the job's folder.
 
     Raises:
-        ConfigError: the job file cannot be read or is no Python, or something to bring is not in its folder.
+        ConfigError: the job file cannot be read or is not Python, or something to bring is not in its folder.
     """
     folder = job.resolve().parent
     try:
         ast.parse(job.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(f"cannot read {job}: {error}") from None
-    found = [job, *imported_by({"": job.resolve()}, [str(folder)]).values()]
+    paths = [job, *imported_by({"": job.resolve()}, [str(folder)]).values()]
     for path in more:
         if not path.exists():
             raise ConfigError(f"--with {path}: there is no such file or folder")
-        found += [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+        paths += [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     named: dict[str, Path] = {}
-    for path in found:
+    for path in paths:
         try:
             named[path.resolve().relative_to(folder).as_posix()] = path
         except ValueError:
@@ -59,23 +59,23 @@ _LIBRARIES.append(os.path.join(os.path.realpath(Path(__file__).parents[1]), ""))
 
 @functools.lru_cache(maxsize=1 << 14)
 def is_users(path: str | Path) -> bool:
-    """Whether a file or folder is the user's: not of the standard library, an installed package, or this one."""
+    """Whether a file or folder is the user's: not of the standard library, an installed package, or gradstream."""
     real = os.path.realpath(path)
     installed = {"site-packages", "dist-packages"} & set(real.split(os.sep))
     return not installed and not os.path.join(real, "").startswith(tuple(_LIBRARIES))
 
 
 def imported_by(files: Mapping[str, Path], folders: Sequence[str]) -> dict[str, Path]:
-    """The user's modules in some folders that Python files import, and those that these import, by name.
+    """The user's modules in some folders that Python files import, directly or indirectly, by name.
 
-    Import statements are read and not run, so those inside functions count as well. A module is missed that is imported
-    by a name which the program puts together.
+    Import statements are read, not run, so those inside functions count as well. A module whose name the program puts
+    together is missed.
 
     Args:
         files: where to begin, by the names of the modules; "" for a file that is no module.
-        folders: where modules are looked for, in this order.
+        folders: where to look for modules, in this order.
     """
-    found, left, seen = dict[str, Path](), list(files.items()), set[str]()
+    imported, left, seen = dict[str, Path](), list(files.items()), set[str]()
     places = _Places(folders)
     while left:
         module, path = left.pop()
@@ -84,20 +84,20 @@ def imported_by(files: Mapping[str, Path], folders: Sequence[str]) -> dict[str, 
                 continue
             seen.add(name)
             for new, file in places.of(name):
-                if new not in found and new not in files and is_users(file):
-                    found[new] = file
+                if new not in imported and new not in files and is_users(file):
+                    imported[new] = file
                     left.append((new, file))
-    return found
+    return imported
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
-    """The names that a file may import; a name of `from module import name` may be a module, or not."""
+    """The names that a file may import; a name in `from module import name` may or may not be a module."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     try:
         stat = path.stat()
         read = _statements(path, stat.st_mtime_ns, stat.st_size)
     except (OSError, SyntaxError, ValueError):
-        return  # who imports it gets this error
+        return  # whatever imports it gets this error
     for name in read:
         if not name.startswith("."):
             yield name
@@ -110,7 +110,7 @@ def _imports(path: Path, module: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _statements(path: Path, changed_ns: int, size: int) -> tuple[str, ...]:
-    """The names in the import statements of a file as it was changed last, with the dots of relative ones."""
+    """The names in the import statements of a file at its last change, with the dots of relative imports."""
     del changed_ns, size
     names = []
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -128,10 +128,10 @@ def _statements(path: Path, changed_ns: int, size: int) -> tuple[str, ...]:
 
 
 class _Places:
-    """Finds the files of modules in folders, each of which is listed once.
+    """Finds the files of modules in folders. Lists each folder once.
 
     Args:
-        folders: where modules are looked for, in this order.
+        folders: where to look for modules, in this order.
     """
 
     def __init__(self, folders: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ class _Places:
         self._tops = dict[str, list[str]]()  # folders by the first part of a name
 
     def of(self, name: str) -> Iterator[tuple[str, Path]]:
-        """The files of a module and of the packages around it, as far as they are the user's, in these folders."""
+        """The user's files of a module and of the packages around it, in these folders."""
         parts = name.split(".")
         if parts[0] not in self._tops:
             self._tops[parts[0]] = self._folders_of(parts[0])
@@ -157,7 +157,7 @@ class _Places:
                 return
 
     def _folders_of(self, top: str) -> list[str]:
-        """The folders that have a package or module of this name; none where the first one is not the user's."""
+        """The folders that have a package or module of this name; none if the first one is not the user's."""
         if top in sys.stdlib_module_names:
             return []
         has = [folder for folder in self._folders if self._names_in(folder) & {top, f"{top}.py"}]
@@ -165,7 +165,7 @@ class _Places:
         return has if file is None or is_users(file) else []
 
     def _file(self, folder: str, part: str) -> str | None:
-        """The file in a folder that a module of this name would be imported from; None without one."""
+        """The file in a folder from which a module of this name would be imported; None if there is none."""
         names = self._names_in(folder)
         package, module = os.path.join(folder, part), os.path.join(folder, f"{part}.py")
         if part in names and "__init__.py" in self._names_in(package):
@@ -191,8 +191,12 @@ def file_of(spec: str) -> Path | None:
     place = place if colon else spec
     if place.endswith(".py"):
         return Path(place)
-    found = importlib.util.find_spec(place) if place else None
-    return Path(found.origin) if found is not None and found.has_location and found.origin else None
+    module_spec = importlib.util.find_spec(place) if place else None
+    return (
+        Path(module_spec.origin)
+        if module_spec is not None and module_spec.has_location and module_spec.origin
+        else None
+    )
 
 
 def sha256_of(path: Path) -> str:
@@ -210,7 +214,7 @@ def working_directory() -> str | None:
 
 
 STARTED_IN = working_directory()
-"""That of this process when it imported gradstream: a script may change it later, and does so again in each node."""
+"""The one when this process imported gradstream: a script may change it later, and does so again in each node."""
 
 
 _FOLDER: list[str] = []
@@ -219,20 +223,20 @@ _FOLDER: list[str] = []
 def users_folder() -> str:
     """The folder from which this process imports the user's modules: that of the script, or of `python -m`.
 
-    "" where the process is one of gradstream's own: the folder in which somebody has typed a command is not meant.
+    "" if the process is one of gradstream's own: the folder in which the user typed a command does not count.
     """
     if _FOLDER:
         return _FOLDER[0]
     main = sys.modules["__main__"]
     name, file = getattr(main.__spec__, "name", ""), getattr(main, "__file__", "") or ""
-    ours = name.partition(".")[0] == "gradstream" or Path(file).parent == Path(sys.executable).parent
-    return "" if ours or sys.flags.safe_path or not sys.path else os.path.abspath(sys.path[0])
+    is_ours = name.partition(".")[0] == "gradstream" or Path(file).parent == Path(sys.executable).parent
+    return "" if is_ours or sys.flags.safe_path or not sys.path else os.path.abspath(sys.path[0])
 
 
 def import_from(folder: str) -> None:
-    """Has this process import the user's modules as the one that has begun the run: from this `users_folder` too.
+    """Makes this process import the user's modules from this `users_folder`, as the process that began the run did.
 
-    Called when gradstream's own modules are there: a user's `logging.py` is none for the standard library.
+    Call it once gradstream's own modules are imported: a user's `logging.py` must not replace the standard library's.
     """
     if folder:
         _FOLDER[:] = [folder]

@@ -1,7 +1,7 @@
-"""The traits of a job and of the members that it names: the words between which the rules of `traits.txt` stand.
+"""The traits of a job and of the members that it names, which the rules of `traits.txt` relate.
 
-A member declares what it has by its own attributes, options and methods, such as `Strategy.partitioning`; here these
-get the names that the rules use, and nowhere else.
+A member declares what it has by its own attributes, options and methods, such as `Strategy.partitioning`; only this
+module gives these the names that the rules use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIONS = (
     *("evaluate_every", "split", "micro_batches", "recompute", "pipeline", "pipeline_dtype", "device"),
     *("clip_norm", "clip_value", "epochs", "steps", "phases", "strategy_options"),
 )
-"""Fields of a job that are traits where they have another value than the default."""
+"""Fields of a job that are traits if they differ from the default."""
 
 _Found = Iterable[tuple[str, object, str]]
 """Name, whether it is there, and the text of each trait."""
@@ -63,20 +63,20 @@ def traits_of_job(job: Job) -> dict[str, str]:
 
 
 def traits_of_strategy(strategy: Strategy, workers: int) -> dict[str, str]:
-    """What a strategy has with its options, for so many workers."""
+    """What a strategy with its options has, for this number of workers."""
     return _there(_of_strategy(strategy, workers))
 
 
-def _there(found: _Found) -> dict[str, str]:
-    return {name: text for name, there, text in found if there}
+def _there(candidates: _Found) -> dict[str, str]:
+    return {name: text for name, there, text in candidates if there}
 
 
 def _of_options(job: Job) -> _Found:
     for name in OPTIONS:
         value = getattr(job, name)
         short = name in ("groups", "phases", "clip_norm", "clip_value", "strategy_options")
-        given = bool(value) and value != getattr(Job, name, None)
-        yield name, given, name if short else f"{name}={value!r}"
+        is_set = bool(value) and value != getattr(Job, name, None)
+        yield name, is_set, name if short else f"{name}={value!r}"
     loop, pipeline = is_open_ended(job), job.pipeline
     named = f"pipeline={pipeline!r}"
     yield "own loop", loop, "a training loop of your own"
@@ -104,7 +104,9 @@ def _of_options(job: Job) -> _Found:
     yield "parts with a memory", remembers, named
     undivided = not isinstance(job.model, TorchModel) and not callable(job.model)
     yield "undivided model", undivided, f"a {type(job.model).__name__}"
-    inside = any(one.steps or one.until or one.variance_test or one.noise_multiple for one in job.phases)
+    inside = any(
+        phase.steps or phase.until or phase.variance_test or phase.noise_multiple for phase in job.phases
+    )
     yield "phase inside of an epoch", inside, "phases"
 
 
@@ -169,8 +171,8 @@ def _of_rule(optimizer: Optimizer, strategy: Strategy) -> _Found:
     plain = isinstance(optimizer, SGD) and not optimizer.state_names and not optimizer.weight_decay
     yield "rule with state", not plain, f"optimizer={optimizer}"
     own = strategy.optimizer() if strategy.in_passes else optimizer
-    given = f"lr={optimizer.lr}" if type(optimizer) is type(own) else f"optimizer={optimizer}"
-    yield "optimizer", optimizer != own, given
+    text = f"lr={optimizer.lr}" if type(optimizer) is type(own) else f"optimizer={optimizer}"
+    yield "optimizer", optimizer != own, text
 
 
 def _of_codec(codec: Codec | PowerSGD | None, named: str) -> _Found:

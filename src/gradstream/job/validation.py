@@ -62,7 +62,7 @@ def check(job: Job) -> None:
         raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
     device_of(job.device)
     if job.device != "cpu" and hasattr(job.model, "gradient"):
-        build_model(job)  # raises where the model cannot be moved to the device
+        build_model(job)  # raises if the model cannot be moved to the device
     _check_evaluation(job)
     check_callbacks(job.callbacks)
 
@@ -73,7 +73,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "pipeline": get_args(Pipeline),
     "pipeline_dtype": tuple(DTYPES),
 }
-"""Options that are one of a few names, where they are no object and not None."""
+"""Options that are one of a few names, unless they are an object or None."""
 
 
 def _check_numbers(job: Job) -> None:
@@ -151,7 +151,7 @@ _HOOKS_OF_SERVERS = ("rule", "quorum", "correction", "outer_optimizer", "drive")
 
 
 def check_micro_batches(job: Job, sizes: Sequence[int]) -> None:
-    """Raises ConfigError if a minibatch has fewer samples than it is to have pieces; `sizes` are those of workers."""
+    """Raises ConfigError if a minibatch has fewer samples than pieces; `sizes` are the workers' minibatch sizes."""
     if min(sizes, default=math.inf) < job.micro_batches:
         raise ConfigError(
             f"micro_batches={job.micro_batches} of a minibatch of {min(sizes)} samples: expected at most as many"
@@ -170,7 +170,7 @@ def check_resumed(job: Job, resume: Resume) -> None:
             )
 
 
-# Fields that a training loop of the user's own decides by itself.
+# Fields that the user's own training loop decides.
 _OF_THE_LOOP = (
     "optimizer",
     "groups",
@@ -189,7 +189,7 @@ _OF_THE_LOOP = (
 
 
 def check_script(job: Job) -> None:
-    """Raises ConfigError if a field is given that the script's own loop decides."""
+    """Raises ConfigError if a field is set that the script's own loop decides."""
     defaults = {entry.name: entry for entry in dataclasses.fields(Job)}
     for name in _OF_THE_LOOP:
         entry, value = defaults[name], getattr(job, name)

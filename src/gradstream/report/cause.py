@@ -66,9 +66,9 @@ class SlowRun:
     """A run whose slowness is to be explained.
 
     Args:
-        workers: its workers with steps.
-        cores: number of cores of the machine that all nodes shared; None if there were several, or none.
-        processes: whether each node was a process, so that it has CPU seconds of its own.
+        workers: workers that made steps.
+        cores: number of cores of the machine that all nodes shared; None if there were several machines, or if unknown.
+        processes: whether each node was a process, so that it has its own CPU seconds.
     """
 
     figures: RunFigures
@@ -92,36 +92,36 @@ def waited_for(worker: WorkerFigures, names: Collection[str]) -> float:
     return sum(seconds for name, seconds in worker.waited_for.items() if name in names)
 
 
-def share_for(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float:
-    """The share of their time for which the other workers waited for this one."""
-    others = [worker for worker in workers if worker is not one]
+def share_for(slow: WorkerFigures, workers: Sequence[WorkerFigures]) -> float:
+    """The share of their time for which the other workers waited for a worker."""
+    others = [worker for worker in workers if worker is not slow]
     total_s = sum(worker.total_s for worker in others)
-    return sum(waited_for(worker, {one.name}) for worker in others) / total_s if total_s else 0.0
+    return sum(waited_for(worker, {slow.name}) for worker in others) / total_s if total_s else 0.0
 
 
 # ---- exchanging --------------------------------------------------------------------------
 # Reasons why the exchange takes long: the network of one worker, tiny chunks, a shard, or the carrier.
 
 ALONE = 0.7
-"""Share of the waiting for a worker that must lie after the arrival of all others, for it alone to be late."""
+"""Share of the waiting that must lie after the arrival of all others, for one worker's network to be the reason."""
 TINY_BYTES = 1 << 16
 """A smaller chunk costs more time for its message than for its bytes."""
 MANY = 64
 """Fewer chunks than these cost little, however small they are."""
 MESSAGE_S = 1e-3
-"""If workers wait longer for each tiny chunk, not the number of messages is slow but the network."""
+"""If workers wait longer than this for each tiny chunk, the network is slow rather than the number of messages."""
 ITEMSIZE_BYTES = 4
 LONGER = "a longer period between exchanges (push_every, fetch_every)"
 
 
 def for_network_of_one(run: SlowRun, shards: set[str]) -> Reason | None:
-    """The reason is one worker whose contributions come so much later than all others' as the others wait for it.
+    """One worker's contributions come later than all others' by as much as the others wait for it.
 
-    If all workers share a link, the last one comes later by no more than its own transfer.
+    If all workers share a link, the last contribution is later by no more than its own transfer.
     """
     workers = run.workers
-    caused = {one.name: share_for(one, workers) for one in workers}
-    worst = max(workers, key=lambda one: caused[one.name])
+    caused = {worker.name: share_for(worker, workers) for worker in workers}
+    worst = max(workers, key=lambda worker: caused[worker.name])
     waited_s = [waited_for(worker, {worst.name}) for worker in workers if worker is not worst]
     late_s = run.figures.late_s.get(worst.name, 0.0)
     if caused[worst.name] < NOTABLE or late_s < ALONE * statistics.mean(waited_s):
@@ -137,7 +137,7 @@ def for_network_of_one(run: SlowRun, shards: set[str]) -> Reason | None:
 
 
 def for_exchange(run: SlowRun, share: float) -> Reason:
-    """The reason why workers wait for the exchange, and not for the computing of others.
+    """The reason why workers wait for the exchange, rather than for others to compute.
 
     Args:
         share: share of the workers' time for which they wait, 0 to 1.
@@ -172,7 +172,7 @@ def for_exchange(run: SlowRun, share: float) -> Reason:
 
 
 def _for_carrier(figures: RunFigures, waited: str) -> Reason:
-    """The reason is the carrier, since no other one is left."""
+    """The carrier, since no other reason is left."""
     carriers = sorted({carrier for node in figures.nodes for carrier in node.carriers})
     in_place = str(figures.summary.get("group") or "").startswith("shared")
     if in_place or carriers == ["shm"]:
@@ -186,7 +186,7 @@ def _for_carrier(figures: RunFigures, waited: str) -> Reason:
 
 
 def _for_chunks(figures: RunFigures, waited_s: float, share: float, moved_bytes: int) -> Reason | None:
-    """The reason is that chunks are so small that each costs a message and not its bytes; None if they are not."""
+    """Chunks so small that each costs a message rather than its bytes; None if they are not."""
     elems, total = figures.summary.get("chunk_elems"), figures.summary.get("num_parameters")
     if not figures.shards or not elems or not total:
         return None
@@ -204,7 +204,7 @@ def _for_chunks(figures: RunFigures, waited_s: float, share: float, moved_bytes:
 def _moved_bytes(figures: RunFigures) -> int:
     if figures.links:
         return sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
-    # A group of workers reports its bytes, but not by pair of workers.
+    # A group of workers reports its bytes, but not by pairs of workers.
     return int(figures.summary.get("pushed_bytes", 0))
 
 
@@ -219,7 +219,7 @@ def _busy(shard: ShardFigures, seconds: float, processes: bool) -> float:
 # ---- host --------------------------------------------------------------------------------
 # Reasons for slow gradients that lie in the machine: other processes use its cores, or its disk is slow.
 #
-# Of the wall time of a gradient, the part that is not CPU time goes into reading samples, waiting for a core, or
+# The part of a gradient's wall time that is not CPU time goes into reading samples, waiting for a core, or
 # waiting for something else. Linux reports how long a thread waited for a core (`queued_s`); on other systems the
 # load of the machine takes its place.
 #
@@ -230,39 +230,44 @@ def _busy(shard: ShardFigures, seconds: float, processes: bool) -> float:
 MOST = 0.5
 """A cause has to explain this share of the lost time."""
 CROWDED = 1.5
-"""Threads per core. From this load on, cores are missing, if the system does not report how long threads waited."""
+"""Threads per core. From this load on, cores count as missing if the system does not report how long threads waited."""
 
 
 def lost_share(workers: Sequence[WorkerFigures]) -> float:
     """The share of its gradients' time in which a worker neither computed nor read: the median of the workers."""
-    return statistics.median(one.lost_s / one.compute_s if one.compute_s else 0.0 for one in workers)
+    return statistics.median(
+        worker.lost_s / worker.compute_s if worker.compute_s else 0.0 for worker in workers
+    )
 
 
-def for_slow_worker(run: SlowRun, one: WorkerFigures, slowness: float, about: str) -> Reason | None:
-    """Finds why a worker's machine makes the worker slower than the others; None if the machine is not the cause.
+def for_slow_worker(run: SlowRun, worker: WorkerFigures, slowness: float, about: str) -> Reason | None:
+    """Why a worker's machine makes the worker slower than the others; None if the machine is not the cause.
 
     Args:
-        one: the slow worker.
+        worker: the slow worker.
         slowness: ratio of its time to the median worker's, > 1.
-        about: text that says how slow the worker is, for the begin of the sentence.
+        about: text that says how slow the worker is, for the beginning of the sentence.
     """
-    excess_s = one.compute_s * (1 - 1 / slowness)
-    if one.lost_s >= MOST * excess_s:
-        return for_cores(run, [one], about)
-    if one.read_s >= MOST * excess_s:
-        return for_reading([one], about)
+    excess_s = worker.compute_s * (1 - 1 / slowness)
+    if worker.lost_s >= MOST * excess_s:
+        return for_cores(run, [worker], about)
+    if worker.read_s >= MOST * excess_s:
+        return for_reading([worker], about)
     return None
 
 
 def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
-    """Says that reading samples takes long.
+    """Reading samples takes long.
 
     Args:
         workers: workers that spend much of their time reading.
         about: if the reason is about one slow worker, text that says how slow it is; "" for all workers.
     """
-    read_s = math.fsum(one.read_s for one in workers)
-    share, whose = read_s / math.fsum(one.total_s for one in workers), "its" if about else "the workers'"
+    read_s = math.fsum(worker.read_s for worker in workers)
+    share, whose = (
+        read_s / math.fsum(worker.total_s for worker in workers),
+        "its" if about else "the workers'",
+    )
     text = f"reading samples takes {share:.0%} of {whose} time ({read_s:,.1f} s)"
     return Reason(
         "reading",
@@ -274,14 +279,14 @@ def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
 
 
 def for_cores(run: SlowRun, workers: Sequence[WorkerFigures], about: str = "") -> Reason:
-    """Finds why workers take much longer for a gradient than the CPU time that they use for it.
+    """Why workers take much longer for a gradient than the CPU time that they use for it.
 
     Args:
         workers: workers whose gradients take much longer than their CPU time.
         about: see `for_reading`.
     """
-    compute_s = math.fsum(one.compute_s for one in workers)
-    cpu_s = math.fsum(one.cpu_s or 0.0 for one in workers)
+    compute_s = math.fsum(worker.compute_s for worker in workers)
+    cpu_s = math.fsum(worker.cpu_s or 0.0 for worker in workers)
     had = f"gradients took {compute_s:,.1f} s, and computed for {cpu_s:,.1f} s of them"
     used, cores = _used(run.figures, workers), run.cores or workers[0].cores
     kind: Kind
@@ -310,15 +315,15 @@ def for_cores(run: SlowRun, workers: Sequence[WorkerFigures], about: str = "") -
 
 
 def _waited_for_cores(workers: Sequence[WorkerFigures]) -> bool:
-    queued = [one.queued_s for one in workers if one.queued_s is not None]
+    queued = [worker.queued_s for worker in workers if worker.queued_s is not None]
     if queued:
-        return math.fsum(queued) >= MOST * math.fsum(one.lost_s for one in workers)
-    return any(one.load and one.cores and one.load >= CROWDED * one.cores for one in workers)
+        return math.fsum(queued) >= MOST * math.fsum(worker.lost_s for worker in workers)
+    return any(worker.load and worker.cores and worker.load >= CROWDED * worker.cores for worker in workers)
 
 
 def _used(figures: RunFigures, workers: Sequence[WorkerFigures]) -> float | None:
     """Number of cores that the nodes of this run used on the machines of these workers; None if unknown."""
-    names = {one.name for one in workers}
+    names = {worker.name for worker in workers}
     hosts = {node.host for node in figures.nodes if node.name in names}
     nodes = [node.cpu_s for node in figures.nodes if node.host in hosts]
     return math.fsum(nodes) / figures.seconds if nodes and figures.seconds else None
@@ -326,7 +331,7 @@ def _used(figures: RunFigures, workers: Sequence[WorkerFigures]) -> float | None
 
 def _load(workers: Sequence[WorkerFigures], used: float | None) -> str:
     """A clause: "; the machine's load was 14.2 on 2 cores, of which this run used 0.3"."""
-    most = max(workers, key=lambda one: one.load or 0.0)
+    most = max(workers, key=lambda worker: worker.load or 0.0)
     if most.load is None:
         return ""
     on = f" on {most.cores} cores" if most.cores else ""

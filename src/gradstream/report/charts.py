@@ -1,4 +1,4 @@
-"""Charts as SVG text. Colours are classes, for which the page has values in light and in dark mode."""
+"""Charts as SVG text. Colours are classes, for which the page has values in light and dark mode."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def line_chart(
         title: description of the chart for screen readers.
         x_label: text under the horizontal axis.
         x_text, y_text: return a value on the axis as text.
+        x_text, y_text: format a value on the axis as text.
         from_zero: whether the vertical axis begins at 0.
         may_log: whether the vertical axis is logarithmic if the values span more than two powers of ten.
-        marks: what happened at some places of the horizontal axis, as (x, style, text).
     """
     points = [point for curve in curves for point in curve.points if math.isfinite(point[1])]
     if not points:
@@ -259,22 +259,22 @@ def _svg(parts: Iterable[str], width: float, height: float, title: str, kind: st
 # A chart of the report as a picture of its own: an SVG file that follows the reader's choice of light or dark.
 
 KEYS = 16
-"""Height of the line below the chart that says what its colours mean."""
+"""Height of the legend below the chart."""
 
 EDGE = 8
-"""Room at the left and right of that line."""
+"""Space at the left and right of the legend."""
 
 SMALL = "text { font: 7px system-ui, sans-serif; fill: var(--quiet) } .line { stroke-width: 1 }"
 
 
 MARK, GAP, CHARACTER = 12, 4, 3.6
-"""Width of the mark of a key, of the gaps beside it, and of a character of its text."""
+"""Width of a legend mark, of the gaps beside it, and of a character of its text."""
 
 
 def legend(keys: Mapping[str, str]) -> list[str]:
-    """The marks and texts of the line, none over another.
+    """The marks and texts of the legend, without overlaps.
 
-    Readers have fonts of different widths, so each text is set to a width of its own, which its number of letters says.
+    Readers have fonts of different widths, so each text is stretched to a fixed width, by its number of letters.
     """
     letters = sum(map(len, keys.values()))
     room = WIDTH - 2 * EDGE - len(keys) * (MARK + 2 * GAP)
@@ -291,13 +291,13 @@ def legend(keys: Mapping[str, str]) -> list[str]:
     return parts
 
 
-def picture(chart: str, keys: Mapping[str, str], told: str) -> str:
-    """The text of the file.
+def picture(chart: str, keys: Mapping[str, str], title: str) -> str:
+    """The text of an SVG file with a chart and its legend.
 
     Args:
         chart: as `charts.line_chart` makes it.
         keys: by style of the chart, what it stands for.
-        told: description of the picture for screen readers.
+        title: description of the picture for screen readers.
     """
     css = resources.files("gradstream.report").joinpath("page.css").read_text()
     colours, _, rest = css.partition("* {")
@@ -307,6 +307,6 @@ def picture(chart: str, keys: Mapping[str, str], told: str) -> str:
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img" '
-        f'aria-label="{escape(told)}">\n<style>\n{style}\n</style>\n'
+        f'aria-label="{escape(title)}">\n<style>\n{style}\n</style>\n'
         f'<rect width="{wide}" height="{high}" rx="4" style="fill:var(--card)"/>\n{body}\n</svg>\n'
     )

@@ -26,7 +26,7 @@ class Point:
 
 
 def training(events: Iterable[EventDict], key: str = "loss", max_points: int = MAX_POINTS) -> list[Point]:
-    """A figure of steps: means over equal numbers of successive minibatches, weighted by samples.
+    """A figure of the steps: means over equal numbers of successive minibatches, weighted by samples.
 
     A point lies at the end of the minibatches of its mean. Minibatches without the figure only count as samples.
 
@@ -64,7 +64,7 @@ def noise_scale(events: Sequence[EventDict]) -> list[Point]:
     steps = sorted((event["step"], event["samples"]) for event in events if event["event"] == "step")
     ends = list(itertools.accumulate((samples for _, samples in steps), initial=0))
     return [
-        Point(ends[bisect_left(steps, (number, 0))], time_s, value)  # round r has the steps r - 1
+        Point(ends[bisect_left(steps, (number, 0))], time_s, value)  # round r has the steps numbered r - 1
         for number, time_s, value in noise_scale_of(events)[2]
     ]
 
@@ -75,15 +75,15 @@ def logged(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> dict[st
     A mean is NaN if one of its values is not finite.
     """
     samples = 0
-    found: dict[str, list[Point]] = {}
+    curves: dict[str, list[Point]] = {}
     for event in sorted(events, key=lambda e: e["time_s"]):
         if event["event"] == "step":
             samples += event["samples"]
         elif event["event"] == "log":
             for name, value in event["values"].items():
                 point = Point(samples, event["time_s"], math.nan if value is None else value)
-                found.setdefault(name, []).append(point)
-    return {name: _thinned(points, max_points) for name, points in found.items()}
+                curves.setdefault(name, []).append(point)
+    return {name: _thinned(points, max_points) for name, points in curves.items()}
 
 
 def _thinned(points: Sequence[Point], max_points: int) -> list[Point]:

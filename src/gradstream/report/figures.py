@@ -56,15 +56,14 @@ class NodeFigures:
     """One process.
 
     Args:
-        name, role: name and role of the node.
         host: host of its address; "" if unknown.
         carriers: carriers over which it reaches other nodes.
-        joined_s, left_s: time at which it joined and left; None if it did not, or if that is unknown.
-        lost: whether it left without a goodbye.
-        cpu_s: CPU seconds in total.
+        joined_s, left_s: when it joined and left; None if it did not, or if that is unknown.
+        lost: whether it disappeared without leaving.
+        cpu_s: total CPU seconds.
         cpu: cores in use over time.
-        memory: own resident bytes over time.
-        peak_bytes: largest own memory.
+        memory: resident bytes without file pages, over time.
+        peak_bytes: largest such memory.
     """
 
     name: str
@@ -82,7 +81,7 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """Figures of a run by node. Tuples are in the order of ranks; times count from the begin of training.
+    """Figures of a run by node. Tuples are in the order of ranks; times count from the beginning of training.
 
     `imbalance_s`: seconds for which workers would have waited for one another if only computing had taken time, i.e.
     the longest gradient of a step minus the worker's own, summed over steps and workers. `late_s`: by worker, seconds
@@ -108,7 +107,7 @@ class RunFigures:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the begin of the first step to the last event of training."""
+        """Seconds from the beginning of the first step to the last event of training."""
         return max(0.0, self.end_s - self.begin_s)
 
 
@@ -141,7 +140,7 @@ def figures_of(events: Sequence[EventDict]) -> RunFigures:
 
 
 def cost_of(figures: RunFigures, price_per_machine_hour: float) -> tuple[float, int]:
-    """(cost, machines), for every machine that hosted a node, from the begin of training to its end."""
+    """(cost, machines), for every machine that hosted a node, from the beginning of training to its end."""
     machines = max(1, len(figures.hosts))
     return price_per_machine_hour * machines * figures.end_s / 3600, machines
 
@@ -158,7 +157,8 @@ def _late_s(events: Iterable[EventDict]) -> dict[str, float]:
     for event in events:
         late[event["node"]].update(event.get("late_s", {}))
     return {
-        who: max(one[who] for one in late.values()) for who in {who for one in late.values() for who in one}
+        who: max(counts[who] for counts in late.values())
+        for who in {who for counts in late.values() for who in counts}
     }
 
 
@@ -167,12 +167,12 @@ def _shards(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[ShardFigures, .
     for event in by_kind["applied"]:
         updates[event["node"]] += event["updates"]
     cpu = by_node(by_kind["cpu"])
-    found = []
+    shards = []
     joined = {event["who"]: 0 for event in by_kind["joined"] if event["who"].startswith("shard-")}
     for name in sorted({**joined, **updates}, key=rank_order):
         apply_s = total_of(math.fsum(event["compute_s"].values()) for event in cpu[name])
-        found.append(ShardFigures(name, updates[name], apply_s, total_of(map(cpu_s_of, cpu[name]))))
-    return tuple(found)
+        shards.append(ShardFigures(name, updates[name], apply_s, total_of(map(cpu_s_of, cpu[name]))))
+    return tuple(shards)
 
 
 def _links(events: Iterable[EventDict]) -> tuple[LinkFigures, ...]:
@@ -189,17 +189,17 @@ def _links(events: Iterable[EventDict]) -> tuple[LinkFigures, ...]:
 def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...]:
     joined = {event["who"]: event for event in by_kind["joined"]}
     left = {event["who"]: event for event in by_kind["left"]}
-    for name, event in joined.items():  # of a worker whose place another process has taken, the latest counts
+    for name, event in joined.items():  # the latest event, if a new process replaced a worker
         if name in left and left[name]["time_s"] < event["time_s"]:
             del left[name]
     cpu, memory = by_node(by_kind["cpu"]), by_node(by_kind["memory"])
     carriers: defaultdict[str, set[str]] = defaultdict(set)
     for pair, carrier in carriers_of(by_kind["carriers"]).items():
         carriers[pair.partition(" ")[0]].add(carrier)
-    found = []
+    nodes = []
     for name in sorted({*joined, *cpu, *memory}, key=rank_order):
         address = joined[name]["address"] if name in joined else ""
-        found.append(
+        nodes.append(
             NodeFigures(
                 name=name,
                 role=name.rpartition("-")[0] or name,
@@ -217,7 +217,7 @@ def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...
                 peak_bytes=max((event["peak_own_bytes"] for event in memory[name]), default=0),
             )
         )
-    return tuple(found)
+    return tuple(nodes)
 
 
 def _host(address: str) -> str:
@@ -227,11 +227,11 @@ def _host(address: str) -> str:
 
 
 def _rates(samples: Sequence[EventDict]) -> Series:
-    """Cores in use between one sample of CPU seconds and the next."""
+    """Cores in use between successive samples of CPU seconds."""
     points = []
     for before, after in itertools.pairwise(samples):
         passed_s = after["time_s"] - before["time_s"]
         used_s = cpu_s_of(after) - cpu_s_of(before)
-        if passed_s > 0 and used_s >= 0:  # a resumed run begins at 0 again
+        if passed_s > 0 and used_s >= 0:  # a resumed run starts at 0 again
             points.append((after["time_s"], used_s / passed_s))
     return tuple(points)

@@ -29,7 +29,7 @@ MAX_STEPS = 12_000
 """Most steps that are drawn one by one, over all workers."""
 MAX_LANES = 64
 REST = ""
-"""In the place of a node's name: waiting that no node caused."""
+"""Takes the place of a node's name for waiting that no node caused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +89,17 @@ class Timeline:
     """The work of all workers over time.
 
     Args:
-        begin_s, end_s: the time that is shown.
+        begin_s, end_s: the time shown.
         lanes: one for each worker, by rank.
-        merged: largest number of steps that are drawn as one.
-        left_out: number of workers that are not shown.
+        merged: largest number of steps drawn as one.
+        num_hidden: number of workers that are not shown.
     """
 
     begin_s: float
     end_s: float
     lanes: tuple[TimelineLane, ...]
     merged: int
-    left_out: int
+    num_hidden: int
 
 
 def lanes_of(
@@ -165,7 +165,7 @@ def _merge(steps: Sequence[EventDict], size: int) -> Iterator[StepSpan]:
 
 
 def _fewer(bands: Sequence[Band], size: int) -> Iterator[Band]:
-    """`size` successive bands each as one."""
+    """Merges each `size` successive bands into one."""
     for first in range(0, len(bands), size):
         part = bands[first : first + size]
         yield Band(part[0].begin_s, max(band.end_s for band in part))
@@ -227,14 +227,14 @@ def styles_of(figures: RunFigures) -> dict[str, str]:
     """A class for each node: the workers that others wait for most have a colour each, shards share one."""
     waited = _waited_for(figures)
     names = [worker.name for worker in figures.workers]
-    found = {GROUP: "shard", **{shard.name: "shard" for shard in figures.shards}}
+    styles = {GROUP: "shard", **{shard.name: "shard" for shard in figures.shards}}
     ranked = sorted(names, key=lambda name: -waited[name])
-    found.update({name: f"wait{min(index, NUM_COLOURS - 1)}" for index, name in enumerate(ranked)})
-    return {**found, REST: "rest"}
+    styles.update({name: f"wait{min(index, NUM_COLOURS - 1)}" for index, name in enumerate(ranked)})
+    return {**styles, REST: "rest"}
 
 
 def _waited_for(figures: RunFigures) -> Counter[str]:
-    """Seconds for which other nodes waited, by the node that they waited for."""
+    """Seconds for which other nodes waited for a node, by node."""
     waited: Counter[str] = Counter()
     for worker in figures.workers:
         waited.update({name: s for name, s in worker.waited_for.items() if name != worker.name})
@@ -300,13 +300,13 @@ def timeline_html(timeline: Timeline, styles: Styles) -> str:
 def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styles: Styles) -> str:
     """The rectangles of one worker as SVG paths, one path for each class.
 
-    Waits are drawn over computing, so that their colours mix rightly where a pixel holds many steps.
+    Waits are drawn over computing, so that colours mix correctly where a pixel holds many steps.
 
     Args:
         lane: the worker.
         top: upper edge of its lane, in units of the drawing.
         origin_s: time at the left edge.
-        scale: units of the drawing for each second.
+        scale: units of the drawing per second.
         styles: class of each node for which a worker waited.
     """
     paths: defaultdict[str, list[str]] = defaultdict(list)
@@ -336,7 +336,7 @@ def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styl
 
 
 def _by_style(span: StepSpan, me: str, styles: Styles) -> StepSpan:
-    """The same step with styles instead of names, which takes fewer rectangles."""
+    """The same step with styles instead of names, which needs fewer rectangles."""
     waited: defaultdict[str, float] = defaultdict(float)
     for name, seconds in span.waited_for:
         waited["own" if name == me else styles.get(name, "rest")] += seconds

@@ -5,9 +5,9 @@
     B = mean S / mean Q         exponential means, each of its own: a mean of quotients would be biased
 
 G is the mean gradient over all data, Σ the covariance of the gradient of one sample. gᵢ is the mean gradient of worker
-i over its bᵢ samples, and g over those of all W workers, all at the same parameters. An epoch has each of its n samples
-once, and of minibatches that are drawn so, without replacement, E|gᵢ|² = |G|² + tr Σ·(1/bᵢ - 1/n) gives both lines.
-With equal bᵢ, and n without end, they are those of the paper, B_small = bᵢ and B_big = b.
+i over its bᵢ samples, and g that over the samples of all W workers, all at the same parameters. An epoch has each of
+its n samples once, so minibatches are drawn without replacement, and E|gᵢ|² = |G|² + tr Σ·(1/bᵢ - 1/n) gives both
+lines. With equal bᵢ and infinite n, they are those of the paper, with B_small = bᵢ and B_big = b.
 
 Reference: McCandlish, Kaplan, Amodei and others, "An empirical model of large-batch training", 2018, appendix A.1.
 """
@@ -24,7 +24,7 @@ from gradstream.telemetry.events import EventDict
 SQUARES = ("contribution_square", "joined_square")
 
 DECAY = 0.95
-"""Weight of the mean before a measured round: a mean of about 20 of them."""
+"""Weight of the mean before a measured round: a mean over about 20 rounds."""
 
 
 @dataclass(slots=True)
@@ -32,9 +32,10 @@ class NoiseScale:
     """Exponential means over measured rounds.
 
     Args:
-        decay: weight of the mean before a round, in [0, 1]. The first rounds count equally, so that there is no bias
-            to an initial value; with 1 all rounds do.
-        population: n, number of training samples, of which each minibatch has other ones; infinite in a stream.
+        decay: weight of the mean before a round, in [0, 1]. The first rounds count equally, so that no initial value
+            biases the mean; with 1 all rounds do.
+        population: n, number of training samples, from which minibatches are drawn without replacement; infinite for a
+            stream.
 
     Attributes:
         rounds: number of rounds so far.
@@ -57,7 +58,7 @@ class NoiseScale:
     def add(
         self, samples: int, inverse_samples: float, contribution_square: float, joined_square: float
     ) -> None:
-        """Takes a round of two contributions or more.
+        """Adds a round of at least two contributions.
 
         Args:
             samples: b, number of samples of all contributions.
@@ -81,37 +82,39 @@ class NoiseScale:
 def rounds_of(events: Iterable[EventDict]) -> list[EventDict]:
     """One event for each measured round, in order, with the squares of all its nodes.
 
-    A round in which a node was lost, or the number of nodes changed, is left out.
+    A round in which a node was lost, or the number of nodes changed, is skipped.
     """
     by_round: defaultdict[int, dict[str, EventDict]] = defaultdict(dict)
     for event in events:
         if event["event"] == "noise":
             by_round[event["round"]][event["node"]] = event
-    found: list[EventDict] = []
+    rounds: list[EventDict] = []
     for number in sorted(by_round):
         nodes = list(by_round[number].values())
-        if {len(nodes)} == {one["nodes"] for one in nodes} and len({one["samples"] for one in nodes}) == 1:
-            sums = {key: math.fsum(one[key] for one in nodes) for key in SQUARES}
-            found.append({**nodes[0], "time_s": max(one["time_s"] for one in nodes), **sums})
-    return found
+        if {len(nodes)} == {node["nodes"] for node in nodes} and len(
+            {node["samples"] for node in nodes}
+        ) == 1:
+            sums = {key: math.fsum(node[key] for node in nodes) for key in SQUARES}
+            rounds.append({**nodes[0], "time_s": max(node["time_s"] for node in nodes), **sums})
+    return rounds
 
 
 def noise_scale_of(events: Iterable[EventDict]) -> tuple[float | None, str, list[tuple[int, float, float]]]:
     """The gradient noise scale of a run: its last value, why there is none, and its values over the run.
 
     Returns:
-        B in samples, or None; the reason, "" where there is a value or none was asked for; (round, time_s, B) of
+        B in samples, or None; the reason, "" if there is a value or it was not measured; (round, time_s, B) of
         each round with a value.
     """
     events = list(events)
-    num_samples = next((one.get("num_samples") for one in events if one["event"] == "started"), None)
+    num_samples = next((event.get("num_samples") for event in events if event["event"] == "started"), None)
     estimate, points = NoiseScale(population=num_samples or math.inf), list[tuple[int, float, float]]()
     rounds = rounds_of(events)
-    for one in rounds:
-        if one["contributions"] > 1:
-            estimate.add(one["samples"], one["inverse_samples"], one[SQUARES[0]], one[SQUARES[1]])
+    for event in rounds:
+        if event["contributions"] > 1:
+            estimate.add(event["samples"], event["inverse_samples"], event[SQUARES[0]], event[SQUARES[1]])
             if estimate.value is not None:
-                points.append((one["round"], one["time_s"], estimate.value))
+                points.append((event["round"], event["time_s"], estimate.value))
     return estimate.value, _why_none(rounds, estimate), points
 
 

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file, which needs no other file and no network, and is complete without scripts."""
+"""The report of a run as one self-contained HTML file, which needs no network and is complete without scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PageSource:
         title: name of the run.
         config: text of its `config.toml`; "" without one.
         info: contents of its `run.json`.
-        price: price of one machine for an hour, in any currency; None leaves the cost out.
+        price: price of a machine per hour, in any currency; None omits the cost.
     """
 
     events: Sequence[EventDict]
@@ -61,8 +61,8 @@ def page(source: PageSource) -> str:
     notes = []
     if timeline.merged > 1:
         notes.append(f"Up to {timeline.merged} successive steps are drawn as one, divided in proportion.")
-    if timeline.left_out:
-        notes.append(f"{timeline.left_out} more workers are not shown.")
+    if timeline.num_hidden:
+        notes.append(f"{timeline.num_hidden} more workers are not shown.")
     lanes = timeline_html(timeline, styles)
     parts = [
         _header(source, figures),
@@ -98,7 +98,7 @@ def page(source: PageSource) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """The same value with the text in it escaped: a browser shows no control character, and copies each."""
+    """The same value with its text escaped: browsers do not show control characters, but copy them."""
     if isinstance(value, str):
         return value if value.isprintable() else escaped(value, 10 * len(value) + 3, newlines=True)
     if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def _shown(value: Any) -> Any:
 
 
 def _drawn(title: str, draw: Callable[[], str]) -> str:
-    """A section. If its events contradict one another, a note takes its place; all other sections are shown."""
+    """A section. If its events contradict one another, a note takes its place; the other sections are unaffected."""
     try:
         return draw()
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -152,7 +152,7 @@ def _header(source: PageSource, figures: RunFigures) -> str:
     message = f'<p class="bad">{escape(failed["culprit"])}: {escape(failed["message"])}</p>' if failed else ""
     return (
         f"<header><h1>{escape(source.info.get('name') or source.title)}</h1>"
-        f'<p class="quiet">{state} · {escape(" · ".join(str(one) for one in facts_of_job if one))}</p>{message}'
+        f'<p class="quiet">{state} · {escape(" · ".join(str(fact) for fact in facts_of_job if fact))}</p>{message}'
         f'<dl class="facts">{shown}</dl></header>'
     )
 
@@ -168,7 +168,7 @@ def _reason(reason: Reason) -> str:
 
 
 # ---- notebook ----------------------------------------------------------------------------
-# A run as HTML for a notebook: a small table and the curve of the loss, without a script.
+# A run as HTML for a notebook: a small table and the loss curve, without a script.
 
 STYLE = """
 .gradstream { display: flex; flex-wrap: wrap; gap: 8px 28px; align-items: flex-start; }

@@ -30,13 +30,13 @@ WINDOW_S = 10.0
 LINE_BYTES = 1024
 
 LOGGED_SHOWN = 4
-"""Number of the user's own metrics on the line, the loss included; the table at the end shows all of them."""
+"""Number of the user's own metrics on the line, including the loss; the table at the end shows all of them."""
 
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
 
 _TEXTS = {"participation": participation_text, "phase": phase_text, "relay": relay_text}
-"""Events of which others tell, too, in the same words."""
+"""Events that other messages report, too, in the same words."""
 
 
 @dataclass(slots=True)
@@ -73,18 +73,18 @@ class _MeanLoss:
 
 @dataclass(slots=True)
 class _Members:
-    """The workers of a run, and the machines of the nodes that run on other machines than this one."""
+    """The workers of a run, and the machines of nodes that run elsewhere."""
 
     expected: int = 0
     workers: set[str] = field(default_factory=set)
     paused: set[str] = field(default_factory=set)  # by the strategy's participation schedule
-    known: set[str] = field(default_factory=set)  # nodes that are in, and those that were lost
-    gone: set[str] = field(default_factory=set)  # nodes that have left, or were lost, and are not back
-    back: bool = False  # the node that has joined last was known
+    known: set[str] = field(default_factory=set)  # nodes that have joined, even if lost since
+    gone: set[str] = field(default_factory=set)  # nodes that have left or were lost, and are not back
+    back: bool = False  # whether the node that joined last was known
     machines: dict[str, str] = field(default_factory=dict)  # by node
 
     def joined(self, who: str) -> None:
-        """Takes note of a node that has joined, which may have done so in an earlier phase."""
+        """Notes that a node has joined, possibly in an earlier phase."""
         self.back = who in self.known
         self.known.add(who)
         self.gone.discard(who)
@@ -92,7 +92,7 @@ class _Members:
             self.workers.add(who)
 
     def left(self, who: str, *, lost: bool) -> None:
-        """Takes note of a node that has left."""
+        """Notes that a node has left."""
         self.workers.discard(who)
         self.gone.add(who)
         if not lost:
@@ -125,13 +125,13 @@ class _Exchange:
 
 
 class ProgressLine:
-    """Follows a run by its events, and describes its state. It reads no clock: events carry their own `time_s`.
+    """Follows a run by its events and describes its state. It reads no clock: events carry their own `time_s`.
 
     Attributes:
         step: number of minibatches that the workers have done together; of rounds, in a run with rounds.
-        total_steps: number of steps in the whole run, 0 while unknown.
+        total_steps: number of steps in the whole run; 0 if unknown.
         logged: latest values that the user's own loop has logged, by name; NaN for a value that is not finite.
-        held_out: the latest evaluation in words; "" while there is none.
+        held_out: the latest evaluation in words; "" if there is none yet.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,9 @@ class ProgressLine:
         self._exchange = _Exchange()
         self._by_round = False
         self._resumed_at = 0
-        self._total_of_rank: dict[int, int] = {}  # steps of a worker in the whole run, as its own loop says
+        self._total_of_rank: dict[
+            int, int
+        ] = {}  # steps of a worker in the whole run, as its own loop reports
         self._steps_of_rank: dict[int, int] = {}
         self._began_s: float | None = None
         self._now_s = 0.0
@@ -188,7 +190,7 @@ class ProgressLine:
                 pass
 
     def notice(self, event: EventDict) -> str:
-        """A line about an event that the user should know of; "" for any other event. Call `update` first.
+        """A line about an event that the user should know about; "" for any other event. Call `update` first.
 
         Names and reasons come from other nodes, so they are escaped.
         """
@@ -233,7 +235,7 @@ class ProgressLine:
         if self._began_s is None:
             self._began_s = now_s - event["compute_s"]
         count = self._steps_of_rank[rank] = self._steps_of_rank.get(rank, self._resumed_at) + 1
-        # All workers take part in a round: the worker that is furthest has begun the newest.
+        # All workers take part in a round: the most advanced worker has begun the newest round.
         done = max(self.step, count) if self._by_round else self.step + 1
         self._steps.add(now_s, done - self.step)
         self._samples.add(now_s, event["samples"])
@@ -247,7 +249,9 @@ class ProgressLine:
         if event["total_steps"]:
             totals = self._total_of_rank
             totals[event["rank"]] = event["total_steps"]
-            mean = sum(totals.values()) / len(totals)  # also for workers that have not logged theirs
+            mean = sum(totals.values()) / len(
+                totals
+            )  # an estimate for workers that have not reported a total
             workers = self._members.expected
             self.total_steps = max(totals.values()) if self._by_round else round(mean * workers)
 
@@ -267,7 +271,7 @@ class ProgressLine:
 
     @property
     def fraction(self) -> float:
-        """The part of the run that is done, 0 to 1; 0 while unknown."""
+        """The fraction of the run that is done, 0 to 1; 0 if unknown."""
         return min(self.step / self.total_steps, 1.0) if self.total_steps else 0.0
 
     def line(self) -> str:
@@ -280,9 +284,7 @@ class ProgressLine:
             return f"starting: {len(members.workers)}/{members.expected or '?'} workers are in"
         parts = [f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
         loss = {} if self.loss is None else {"loss": self.loss}
-        named = list(
-            (loss | self.logged).items()
-        )  # a loss that the loop has logged replaces the smoothed one
+        named = list((loss | self.logged).items())  # the loop's own logged loss replaces the smoothed loss
         parts += [f"{name} {value:.4g}" for name, value in named[:LOGGED_SHOWN]]
         if self.held_out:
             parts.append(self.held_out)
@@ -302,7 +304,7 @@ class ProgressLine:
 
 
 def _evaluation(event: EventDict) -> str:
-    """An evaluation in words: "held out: accuracy 91.2%, top5 0.99". Values that are None are left out."""
+    """An evaluation in words: "held out: accuracy 91.2%, top5 0.99". Values that are None are skipped."""
     named = {"accuracy": event["accuracy"], "loss": event["loss"], **event["metrics"]}
     shown = [
         f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4g}"
@@ -330,12 +332,12 @@ NOTEBOOK_EVERY_S = 0.5
 def shown(
     on_event: Callable[[Mapping[str, Any]], None] | None, progress: bool | None
 ) -> Iterator[Callable[[Mapping[str, Any]], None] | None]:
-    """Shows the progress of a run that is started in Python; yields what has to be called with its events.
+    """Shows the progress of a run that is started in Python; yields the function to call with its events.
 
     Args:
         on_event: the user's own function, which is called as well; None for none.
-        progress: whether to show it. None does where somebody looks on, at a terminal or in a notebook, and has no
-            `on_event`.
+        progress: whether to show it. None shows it if somebody is watching, at a terminal or in a notebook, and
+            there is no `on_event`.
     """
     if progress is None:
         progress = on_event is None and (in_notebook() or _is_terminal())
@@ -367,18 +369,20 @@ class Display:
 
     Args:
         console: where lines are shown; standard error by default. rich honours NO_COLOR and TERM.
-        now: returns the time in seconds, by which plain lines are due.
+        now: returns the time in seconds, for the interval between plain lines.
     """
 
     def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._rewrites = console is None and in_notebook()  # its output knows no escape sequences, but \r
-        from rich.console import Console  # `import gradstream` has no use for it
+        self._rewrites = (
+            console is None and in_notebook()
+        )  # its output understands no escape sequences, only \r
+        from rich.console import Console  # not needed by `import gradstream`
 
         no_html = False if self._rewrites else None
         self._console = console or Console(
             stderr=True, highlight=False, soft_wrap=True, force_jupyter=no_html, force_terminal=no_html
         )
-        self._written = ""  # the line that is written anew
+        self._written = ""  # the line that is rewritten
         self._now = now
         self._progress = ProgressLine()
         self._live: Live | None = None
@@ -427,13 +431,13 @@ class Display:
             lose_stderr()
 
     def _write(self, line: str, end: str = "") -> None:
-        """Writes a line over the one before, in a notebook."""
+        """Overwrites the previous line, in a notebook."""
         sys.stderr.write(f"\r{line.ljust(len(self._written))}{end}")
         sys.stderr.flush()
         self._written = "" if end else line
 
     def _show_plain(self) -> None:
-        """Prints a line where another tenth of the run is done, or `PLAIN_EVERY_S` after the last line."""
+        """Prints a line when another tenth of the run is done, or `PLAIN_EVERY_S` after the last line."""
         now_s, fraction = self._now(), self._progress.fraction
         if self._rewrites:
             if now_s >= self._shown_at_s + NOTEBOOK_EVERY_S:

@@ -1,17 +1,17 @@
 """The reason why a run is slow, in one sentence: a pure function over its figures.
 
 A worker either computes or waits. It waits because others compute longer, or because of the exchange. Waiting for
-another worker counts as the other's computing as far as the gradients of a step differ in length
-(`RunFigures.imbalance_s`). For the rest of the waiting, the other's contribution was on its way.
+another worker counts as that worker's computing, as far as the gradients of a step differ in length
+(`RunFigures.imbalance_s`). During the rest of the waiting, the other's contribution was on its way.
 
     others compute    one worker is slower; or durations vary, and each round has another slowest worker
     the exchange      the network of one worker is slow; or the cores of the only machine are full; or chunks are
                       tiny; or a shard is busy all the time; otherwise the carrier
     neither           the workers compute; a slow worker is named nevertheless
 
-A gradient takes wall time, and a part of it is CPU time. If the two differ much, the machine causes it rather than the
+A gradient takes wall time, part of which is CPU time. If the two differ much, the machine is the cause rather than the
 worker: other processes use its cores, or its disk is slow (see `report.host`). Everything else on such a machine,
-waiting included, is slower in the same proportion.
+including waiting, is slower in the same proportion.
 
 Two reasons come first if they take longer than all others: the worker that evaluates does not train meanwhile, and a
 participation schedule or checkpoints may pause workers.
@@ -48,8 +48,8 @@ def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool 
     """Returns the main reason why a run is slow.
 
     Args:
-        cores: number of cores of the machine that all nodes shared; None if there were several, or none.
-        processes: whether each node was a process, so that it has CPU seconds of its own.
+        cores: number of cores of the machine that all nodes shared; None if there were several machines, or if unknown.
+        processes: whether each node was a process, so that it has its own CPU seconds.
     """
     workers = [worker for worker in figures.workers if worker.total_s > 0]
     if not workers:
@@ -68,7 +68,7 @@ def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool 
     lost = lost_share(workers)
     slow = _for_computing(run, for_workers) if unequal >= max(NOTABLE, exchange) else None
     if slow is not None and slow.culprit and not (slow.kind in OF_CORES and lost >= NOTABLE):
-        return slow  # only this worker: the others have their cores
+        return slow  # only this worker: the others get their cores
     # On one machine, waiting becomes slower in the same proportion as computing.
     waiting = unequal + exchange if run.is_on_one_machine else 0.0
     without_cores = lost * (math.fsum(worker.compute_s for worker in workers) / total_s + waiting)
@@ -90,7 +90,7 @@ def _for_pauses(run: SlowRun, waiting: float) -> Reason | None:
     figures, workers, seconds = run.figures, run.workers, run.figures.seconds
     if not seconds:
         return None
-    evaluator = max(workers, key=lambda one: one.evaluate_s)
+    evaluator = max(workers, key=lambda worker: worker.evaluate_s)
     if len(workers) > 1 and evaluator.evaluate_s >= NOTABLE * seconds:
         return _for_evaluation(run, evaluator)
     scheduled = statistics.mean(worker.paused_s for worker in workers) / seconds
@@ -111,25 +111,25 @@ def _for_pauses(run: SlowRun, waiting: float) -> Reason | None:
     return None
 
 
-def _slowness(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float | None:
-    """How many times longer a worker computes on a sample than the median of the others; None if unknown."""
-    others = [w.compute_s_per_sample for w in workers if w is not one]
+def _slowness(worker: WorkerFigures, workers: Sequence[WorkerFigures]) -> float | None:
+    """How many times longer a worker computes per sample than the median of the others; None if unknown."""
+    others = [w.compute_s_per_sample for w in workers if w is not worker]
     known = [seconds for seconds in others if seconds]
-    if not known or one.compute_s_per_sample is None:
+    if not known or worker.compute_s_per_sample is None:
         return None
-    return one.compute_s_per_sample / statistics.median(known)
+    return worker.compute_s_per_sample / statistics.median(known)
 
 
-def _for_evaluation(run: SlowRun, one: WorkerFigures) -> Reason:
-    share = one.evaluate_s / run.figures.seconds
-    idle = statistics.median(_idle(run.figures, other) for other in run.workers if other is not one)
-    idle = max(share_for(one, run.workers), idle)
+def _for_evaluation(run: SlowRun, worker: WorkerFigures) -> Reason:
+    share = worker.evaluate_s / run.figures.seconds
+    idle = statistics.median(_idle(run.figures, other) for other in run.workers if other is not worker)
+    idle = max(share_for(worker, run.workers), idle)
     return Reason(
         "evaluation",
-        f"{one.name} evaluates on held-out samples {share:.0%} of the time; the others waited for it, or "
+        f"{worker.name} evaluates on held-out samples {share:.0%} of the time; the others waited for it, or "
         f"had nothing left to do, {idle:.0%} of theirs.",
         "A larger evaluate_every, or fewer held-out samples.",
-        one.name,
+        worker.name,
     )
 
 
@@ -138,8 +138,8 @@ def _for_evaluation(run: SlowRun, one: WorkerFigures) -> Reason:
 
 def _for_computing(run: SlowRun, share: float) -> Reason:
     workers = run.workers
-    caused = {one.name: share_for(one, workers) for one in workers}
-    worst = max(workers, key=lambda one: caused[one.name])
+    caused = {worker.name: share_for(worker, workers) for worker in workers}
+    worst = max(workers, key=lambda worker: caused[worker.name])
     waited = caused[worst.name]
     slowness = _slowness(worst, workers) or 1.0
     if slowness < SLOWER:
@@ -169,7 +169,7 @@ def _for_computing(run: SlowRun, share: float) -> Reason:
 def _computing(run: SlowRun) -> Reason:
     workers, figures = run.workers, run.figures
     share = math.fsum(worker.compute_s + worker.own_s for worker in workers) / run.total_s
-    worst = max(workers, key=lambda one: _slowness(one, workers) or 1.0)
+    worst = max(workers, key=lambda worker: _slowness(worker, workers) or 1.0)
     slowness = _slowness(worst, workers) or 1.0
     if slowness < SLOWER:
         text = f"Computing: the workers spend {share:.0%} of their time in it, and next to none waiting."
@@ -178,7 +178,7 @@ def _computing(run: SlowRun) -> Reason:
     why = for_slow_worker(run, worst, slowness, slower)
     if why is not None:
         return why
-    idle = statistics.median(_idle(figures, one) for one in workers if one is not worst)
+    idle = statistics.median(_idle(figures, worker) for worker in workers if worker is not worst)
     if idle >= NOTABLE:
         return Reason(
             "slow worker",

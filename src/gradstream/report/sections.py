@@ -28,9 +28,9 @@ from gradstream.report.worker_figures import WorkerFigures
 from gradstream.telemetry.events import EventDict
 
 TOGETHER_S = 0.1
-"""Seconds after the begin; a node that joins sooner counts as there from the begin."""
+"""Seconds after the beginning; a node that joins sooner counts as present from the beginning."""
 MAX_CELLS = 64
-"""Most cells of a table of workers by shards. A larger one is shown as one table by worker and one by shard."""
+"""Most cells of a table of workers by shards. A larger table is split into a table by worker and one by shard."""
 
 
 def section(title: str, body: str) -> str:
@@ -171,10 +171,10 @@ def uneven(events: Sequence[EventDict]) -> str:
     """How speed divided the rounds, and which contributions came too late."""
     about = "Samples of a round by worker, as set by measured speed."
     head, rows = shares_table(events)
-    found = section("Shares", _table(head, rows, about))
+    text = section("Shares", _table(head, rows, about))
     about = "Gradients that came after the update of their round are late; a late worker skips rounds."
     head, rows = quorums(events)
-    return found + section("Backup workers", _table(head, rows, about))
+    return text + section("Backup workers", _table(head, rows, about))
 
 
 def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]]:
@@ -189,7 +189,7 @@ def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]
 
 
 def _waits(worker: WorkerFigures, shards: set[str]) -> str:
-    """The two workers for which it waited longest, and all shards together."""
+    """The two workers for which a worker waited longest, and all shards together."""
     named = [(name, s) for name, s in worker.waited_for.items() if name != worker.name and name not in shards]
     served_s = math.fsum(s for name, s in worker.waited_for.items() if name in shards)
     shown = [
@@ -277,7 +277,7 @@ def links(figures: RunFigures) -> str:
     head = ["worker", *(f">{shard}" for shard in shown), ">all shards", ">mean rate"]
     about = "Bytes up (pushed, ↑) and down (fetched, ↓), retries included."
     summary = figures.summary
-    up, down = (summary.get(f"whole_{way}_bytes", 0) for way in ("pushed", "fetched"))
+    up, down = (summary.get(f"whole_{direction}_bytes", 0) for direction in ("pushed", "fetched"))
     if up > summary.get("pushed_bytes", 0) or down > summary.get("fetched_bytes", 0):
         whole = f"{size_text(up)} ↑ {size_text(down)} ↓"
         about += f" Only changed rows were sent; whole chunks would have been {whole}."
@@ -330,14 +330,16 @@ def nodes(figures: RunFigures) -> str:
 def story(figures: RunFigures) -> str:
     """The story of a run: nodes that joined late, were lost or failed, checkpoints, stops."""
     begin_s = max(figures.begin_s, TOGETHER_S)
-    late = [one for one in figures.story if one.kind == "joined" and one.time_s > begin_s]
-    others = [*late, *(one for one in figures.story if one.kind not in ("joined", "left"))]
-    together = [one.text for one in figures.story if one.kind == "joined" and one.time_s <= begin_s]
+    late = [moment for moment in figures.story if moment.kind == "joined" and moment.time_s > begin_s]
+    others = [*late, *(moment for moment in figures.story if moment.kind not in ("joined", "left"))]
+    together = [
+        moment.text for moment in figures.story if moment.kind == "joined" and moment.time_s <= begin_s
+    ]
     rows = [["0 s", "joined", escape(_few(together))]] if together else []
-    for one in sorted(others, key=lambda moment: moment.time_s):
-        bad = one.kind in ("lost", "failed", "insecure", "no checkpoint")
-        kind = f'<span class="bad">{one.kind}</span>' if bad else one.kind
-        rows.append([_when(one.time_s), kind, f'<span class="text">{escape(one.text)}</span>'])
+    for moment in sorted(others, key=lambda moment: moment.time_s):
+        bad = moment.kind in ("lost", "failed", "insecure", "no checkpoint")
+        kind = f'<span class="bad">{moment.kind}</span>' if bad else moment.kind
+        rows.append([_when(moment.time_s), kind, f'<span class="text">{escape(moment.text)}</span>'])
     return section("What happened", _table([">when", "what", "who"], rows))
 
 

@@ -1,9 +1,10 @@
 """Staleness of a run as a table: by worker and shard.
 
-    τ = version of the chunk when the gradient is applied − version that it was computed on
+τ = version of the chunk when the gradient is applied − version on which it was computed
 
-τ is counted for each chunk, since each chunk has its own version. If workers update one vector in shared memory, there
-are no versions: τ then counts the minibatches of others that came into the vector during one of a worker's.
+τ is counted for each chunk, since each chunk has its own version. If workers update one vector in shared memory,
+there
+are no versions: τ then counts the minibatches of others that entered the vector during one of a worker's own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ By = Literal["link", "worker", "shard", "run"]
 ALL = "all"
 
 MEMORY = "memory"
-"""In the place of a shard's name if workers share the vector."""
+"""Takes the place of a shard's name if workers share the vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class StalenessRow:
 
 
 class Staleness(tuple[StalenessRow, ...]):
-    """Rows of staleness, by worker and then by shard, that show as a table at a prompt and in a notebook."""
+    """Rows of staleness, by worker and then by shard, displayed as a table at a prompt and in a notebook."""
 
     __slots__ = ()
 
@@ -112,7 +113,7 @@ def staleness_by(events: Iterable[EventDict], by: By = "link") -> Staleness:
     """The staleness of a run's pushes.
 
     Args:
-        events: events of the run, of which "link" events count, or "exchange" events if there are no shards.
+        events: events of the run: "link" events, or "exchange" events if there are no shards.
         by: "link" makes a row for each worker at each shard, "worker" and "shard" one for each, "run" one for all.
     """
     events = [event for event in events if event["event"] in ("link", "exchange") and event["staleness"]]
@@ -132,7 +133,7 @@ def staleness_by(events: Iterable[EventDict], by: By = "link") -> Staleness:
 
 
 def quantile(counts: Mapping[int, int], share: float) -> int:
-    """The smallest value that a share of all counts does not exceed; 0 without counts."""
+    """The smallest value that at least this share of all counts does not exceed; 0 without counts."""
     left = share * sum(counts.values())
     for value in sorted(counts):
         left -= counts[value]
@@ -145,13 +146,13 @@ def quantile(counts: Mapping[int, int], share: float) -> int:
 # The tables of a report on uneven machines: shares by measured speed, and contributions that came too late.
 
 MOST = 12
-"""Most changes that are shown, the newest ones."""
+"""Most changes to show, the newest ones."""
 
 Row = Sequence[str]
 
 
 def shares_table(events: Iterable[EventDict]) -> tuple[Row, list[Row]]:
-    """Head and rows of the shares of rounds: each change of them, and the speeds that were measured last.
+    """Head and rows of the shares of rounds: every change, and the speeds that were measured last.
 
     Both are empty if shares are not measured.
     """
@@ -161,7 +162,10 @@ def shares_table(events: Iterable[EventDict]) -> tuple[Row, list[Row]]:
     last = measured[-1]
     head = ["from", *(f">worker-{rank}" for rank in range(len(last["samples"])))]
     changes = [event for event in measured if event["changed"]]
-    rows = [_row(f"epoch {one['epoch']}, round {one['batch']}", one["samples"]) for one in changes[-MOST:]]
+    rows = [
+        _row(f"epoch {change['epoch']}, round {change['batch']}", change["samples"])
+        for change in changes[-MOST:]
+    ]
     if len(changes) > MOST:
         rows.insert(0, [f"{len(changes) - MOST} changes before", *[""] * len(last["samples"])])
     if not changes:

@@ -13,7 +13,7 @@ from gradstream.telemetry.events import EventDict
 # ---- story -------------------------------------------------------------------------------
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
-"""Stopped: a user stopped it, and it can be resumed. Unfinished: it still runs, or its launcher died."""
+"""Stopped: a user stopped it, and it can be resumed. Unfinished: it is still running, or its launcher died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Moment:
 
 
 def status_of(events: Iterable[EventDict]) -> Status:
-    """The status of a run by its last such event, since a run that failed may have been resumed."""
+    """The status of a run by its last event of this kind: a run that failed may have been resumed."""
     status: Status = "unfinished"
     for event in events:
         match event["event"]:
@@ -96,7 +96,7 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         moments.append(Moment(event["time_s"], "no checkpoint", text))
     for event in by_kind["checkpoint"][-1:]:
         count = len(by_kind["checkpoint"])
-        paused_s = math.fsum(one["paused_s"] for one in by_kind["checkpoint"])
+        paused_s = math.fsum(event["paused_s"] for event in by_kind["checkpoint"])
         text = f"{event['folder']}, the last of {count}; workers were paused {paused_s:.3g} s for all of them"
         moments.append(Moment(event["time_s"], "checkpoint", text))
     for event in by_kind["stopped"]:
@@ -108,7 +108,7 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
 
 
 # ---- deaths ------------------------------------------------------------------------------
-# The deaths of processes in a run, and what followed, from its events alone.
+# The deaths of processes in a run and their consequences, from its events alone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class Death:
     Args:
         who: name of the node.
         at_s: when it was killed, in seconds of the run; see `ExitedEvent`.
-        noticed_s: so much later the others went on without it; None if they never knew it, or, of the coordinator,
-            where nothing tells.
-        back_s: so much later a new process took part: it had made its first step, or, of a shard or the coordinator,
-            served; None if that did not happen.
+        noticed_s: seconds until the others went on without it; None if they never noticed or, for the coordinator,
+            if no event shows it.
+        back_s: seconds until a new process took part: until a worker made its first step, or a shard or the
+            coordinator served again; None if that did not happen.
     """
 
     who: str
@@ -131,7 +131,7 @@ class Death:
 
 
 def deaths_of(events: Iterable[EventDict]) -> list[Death]:
-    """All processes of the launcher's machine that a signal has killed, in the order of time."""
+    """All processes on the launcher's machine that a signal has killed, in the order of time."""
     ordered = sorted(events, key=lambda event: event["time_s"])
     return [
         _death(event["who"], event["time_s"], _until_next(ordered[index + 1 :], event["who"]))
@@ -149,7 +149,7 @@ def _until_next(events: Iterable[EventDict], who: str) -> Iterator[EventDict]:
 
 
 def _takes_part(event: EventDict, who: str, joined: float | None) -> bool:
-    """Whether an event tells that a new process of a worker or a shard does its work."""
+    """Whether an event shows that the new process of a worker or a shard does its work."""
     return event["node"] == who and (
         event["event"] == "restored" or (event["event"] == "step" and joined is not None)
     )
@@ -166,4 +166,4 @@ def _death(who: str, at_s: float, after: Iterable[EventDict]) -> Death:
         elif kind == who == "coordinator" or _takes_part(event, who, joined):
             back = event["time_s"]
             break
-    return Death(who, at_s, *(None if one is None else one - at_s for one in (noticed, back)))
+    return Death(who, at_s, *(None if time_s is None else time_s - at_s for time_s in (noticed, back)))

@@ -1,4 +1,4 @@
-"""The one slow worker for which the others wait, if there is one."""
+"""The slow worker for which the others wait, if there is one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ NOTABLE = 0.1
 class Straggler(TypedDict):
     """A worker that is slower and keeps the others waiting.
 
-    `slower`: the median worker computes so many times more samples in a second of its gradients. `waited_s`: seconds
-    for which each of the others waited for it, in the mean: within their steps, and after their last step until the
-    slow worker had made its last one.
+    `slower`: how many times more samples the median worker computes per second of its gradients. `waited_s`: mean
+        seconds
+    for which each of the others waited for the worker: within their steps, and from their own last step to the slow
+    worker's last step.
     """
 
     who: str
@@ -47,7 +48,7 @@ def straggler_of(
     """
     samples: Counter[str] = Counter()
     computed_s: Counter[str] = Counter()
-    ends_s: dict[str, float] = {}  # end of the last step; nobody waits for a gradient that is dropped
+    ends_s: dict[str, float] = {}  # end of the last step; nobody waits for a dropped gradient
     for step in steps:
         if not step.get("late"):
             ends_s[step["node"]] = max(step["time_s"], ends_s.get(step["node"], 0.0))
@@ -81,23 +82,23 @@ def straggler_text(straggler: Straggler | None) -> str:
 
 
 # ---- worth -------------------------------------------------------------------------------
-# Whether the machines of a run train it faster than one of them alone would, from its first minute.
+# Whether the machines of a run train faster than the best of them alone would, from the first minute.
 
 LOOK_S = 60.0
 """How long a run goes on before it is judged, from the end of its first step."""
 
 LEAST_STEPS = 8
-"""Steps of each worker before that: the first ones of a process are slow."""
+"""Steps of each worker before that: the first steps of a process are slow."""
 
 AHEAD = 1.1
-"""So many times faster one machine has to be, to be named."""
+"""How many times faster one machine has to be for a message."""
 
 
 class Worth:
-    """Judges a run over several machines once: it compares samples/s with what the best machine computes in a second.
+    """Judges a run over several machines once: compares its samples/s with what the best machine alone would compute.
 
-    A machine alone would wait for nobody. So its rate is Σ over its workers of samples / seconds in gradients, which
-    these workers have measured beside each other. A run that loses a node, or begins another phase, is judged by the
+    A machine alone would wait for nobody. So its rate is Σ over its workers of samples / seconds in gradients, as
+    measured while these workers ran side by side. A run that loses a node, or begins another phase, is judged by the
     minute after that.
     """
 
@@ -115,7 +116,7 @@ class Worth:
         self._began_s = 0.0
 
     def note(self, event: Mapping[str, Any]) -> str:
-        """Takes an event of the run. Returns what to tell the user; "" for nothing."""
+        """Takes an event of the run. Returns a message for the user; "" for none."""
         if event["event"] == "machine" and event["state"] == "joined":
             self._machine |= dict.fromkeys(event["nodes"], event["who"])
         elif event["event"] in ("started", "phase"):
@@ -130,7 +131,7 @@ class Worth:
     def _step(self, event: Mapping[str, Any]) -> str:
         who, now_s = event["node"], event["time_s"]
         self._steps[who] += 1
-        if self._steps[who] == 1:  # it has compiled, and filled caches
+        if self._steps[who] == 1:  # it included compiling and filling caches
             self._began_s = max(self._began_s, now_s)
             return ""
         self._samples[who] += event["samples"]

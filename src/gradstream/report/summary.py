@@ -18,14 +18,14 @@ from gradstream.report.straggler import straggler_of
 from gradstream.telemetry.events import EventDict
 
 # ---- links -------------------------------------------------------------------------------
-# Reads from a run's events what `Links` gives advice by: see `coordinator.links`.
+# Reads the measurements on which `Links` bases its advice: see `coordinator.links`.
 
 
 def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
-    """What a run by allreduce has measured; None for other runs, in one machine's memory, and where nothing was.
+    """The measurements of an allreduce run; None for other runs, in one machine's memory, or if nothing was measured.
 
-    None too where local SGD, or its codecs, would be refused: for a user's own loop, split models, and other numbers
-    than float32; and where a phase of the run has another strategy.
+    None too if local SGD, or its codecs, would be refused: for a user's own loop, split models, and numbers other
+    than float32; and if a phase of the run has another strategy.
     """
     started: Mapping[str, Any] = {}
     formed: Mapping[str, Any] = {}
@@ -80,7 +80,7 @@ _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_
 
 
 def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
-    """One row per minibatch, in the order of time; none for those that others have computed for a lost worker.
+    """One row per minibatch, in the order of time; none for those that others computed for a lost worker.
 
     Keys: step, epoch, rank, samples, loss, lr, gradient_norm, time_s. `time_s` counts from the start of the run. `loss`
     is the mean or the sum over the minibatch, as the model's `reduction` says, and None if the model does not return
@@ -103,23 +103,26 @@ def evaluations_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
 def surviving(events: Iterable[EventDict]) -> list[EventDict]:
     """The events without steps and evaluations whose results were lost.
 
-    A resumed run computes the steps after its checkpoint again, or all steps if there was none. Their first computation
-    is left out, with the squares of their gradients.
+    A resumed run repeats the steps after its checkpoint, or all steps if there was none. Their first computation is
+    dropped, with the squares of their gradients.
     """
     out: list[EventDict] = []
     kept: list[EventDict] = []
     for event in events:
         if event["event"] == "started":
-            kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated", "log", "noise")]
+            kept, out = (
+                out,
+                [event for event in out if event["event"] not in ("step", "evaluated", "log", "noise")],
+            )
         elif event["event"] == "resumed":  # comes directly after "started"
             behind: Counter[str] = Counter()
-            out = [one for one in kept if _survives(one, event, behind)] + out[-1:]
+            out = [earlier for earlier in kept if _survives(earlier, event, behind)] + out[-1:]
         out.append(event)
     return out
 
 
 def _survives(event: EventDict, resumed: EventDict, behind: Counter[str]) -> bool:
-    """Whether the checkpoint has what an event tells of. `behind`: by worker, samples of the events before it."""
+    """Whether the checkpoint includes the work of an event. `behind`: by worker, samples of the events before it."""
     if event["event"] == "step" and resumed.get("by_worker"):
         # Such a loop counts its own steps, which may have several minibatches.
         who = f"worker-{event['rank']}"
@@ -167,15 +170,15 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         phases: one row for each phase of the job that has begun: number (from 1), label, strategy, optimizer, workers,
             servers, batch_size, accumulate, samples (in the model at its beginning), time_s, way, trains_locally; []
             without phases.
-        steps: number of minibatches of all workers, without those that a resumed run has computed again; under
-            `local-sgd` and strategies of pairs number of rounds of all workers, of up to `every` minibatches each.
-        samples: number of samples in them; a sample counts each time. Minibatches that others have computed for a lost
-            worker, or for a place that was empty, are in samples_accounted alone.
+        steps: number of minibatches of all workers, without those that a resumed run repeated; under
+            `local-sgd` and strategies of pairs, number of rounds of all workers, of up to `every` minibatches each.
+        samples: number of samples in them; a sample counts each time. Minibatches that others computed for a lost
+            worker, or for an empty place, are in samples_accounted alone.
         samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.
-        samples_dropped: number of samples that updates left out: with backup workers, or of refused gradients.
+        samples_dropped: number of samples that updates skipped: with backup workers, or in refused gradients.
         gradients_refused: by worker, number of gradients that were not finite.
         late: by worker, number of gradients that came too late.
-        alone: by worker, number of rounds that it went through without the partner of its pair.
+        alone: by worker, number of rounds without the partner of its pair.
         shares: by worker, samples of a round at the end; empty if shares are not measured.
         reason: why the run finished before its data was used up (`until`), or None.
         samples_reassigned: number of minibatches that were assigned again because their first worker was lost.
@@ -184,28 +187,28 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         loss: mean over the samples of the last data epoch.
         logged: figures that the user's loop has logged, name -> latest value; NaN if that was not finite.
         logged_dropped: number of logged values that were dropped because there were too many names.
-        noise_scale: gradient noise scale tr Σ/|G|² of the last measured rounds, in samples; None if it was not asked
-            for, or for the reason in noise_scale_missing.
+        noise_scale: gradient noise scale tr Σ/|G|² of the last measured rounds, in samples; None if it was not
+            measured, or for the reason in noise_scale_missing.
         accuracy, held_out_loss: result of the last evaluation on held-out samples (`worker.evaluation.Evaluation`).
         compute_s, wait_s: seconds that all workers spent in gradients and waiting for the exchange.
-        straggler: who, slower and waited_s of the one slow worker, or None; see `gradstream.report.straggler`.
+        straggler: who, slower and waited_s of the slow worker, or None; see `gradstream.report.straggler`.
         pushed_bytes, fetched_bytes, pushes, fetches, retries: totals of all workers.
-            Without servers: what workers have given to sums, once, however often the group's algorithm sends it.
-        whole_pushed_bytes, whole_fetched_bytes: the same bytes if all had been sent whole, and without a codec; 0 in
+            Without servers: what workers contributed to sums, counted once, however often the algorithm sends it.
+        whole_pushed_bytes, whole_fetched_bytes: these bytes if everything had been sent whole and without a codec; 0 in
             shared memory.
         staleness_mean, staleness_max, staleness: over chunks of gradients, without the initial parameters; the last
-            one is the histogram. None and empty without servers, which count it: with allreduce no gradient is
+            is the histogram. None and empty without servers, which count it: with allreduce no gradient is
             stale, with hogwild it is unknown.
         carriers: by carrier, number of links between workers and shards; empty on the virtual network.
         relayed: by pair of nodes that could not dial each other, bytes that went through the coordinator, both ways.
         group: how workers without servers sum: kind, algorithm, and by size if it was measured; or None.
-        links: of a run by allreduce over links that were measured, how long minibatches wait for their exchange and, if
+        links: for an allreduce run over measured links, how long minibatches wait for their exchange and, if
             that is long, how to exchange instead: see `report.links`.
         updates, duplicates, dropped, refused: totals of all shards, in chunks.
         peak_memory_bytes: by node, with file pages. peak_own_bytes: by node, without them.
         cpu_s: CPU seconds by role. cpu_work_s: by role, then by kind of work.
         loop_late_max_ms: longest delay of an event loop, by role.
-        workers_lost: names of workers that left without a goodbye.
+        workers_lost: names of workers that disappeared without leaving.
         failed: {culprit, error, message}, or None.
     """
     phases = _phases(events)
@@ -236,7 +239,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
 
 
 def _phases(events: Sequence[EventDict]) -> list[dict[str, Any]]:
-    """The phases of the job, as they began first."""
+    """The phases of the job, in the order in which they first began."""
     rows: dict[int, dict[str, Any]] = {}
     for event in _of(events, "phase"):
         rows.setdefault(event["number"], {key: event[key] for key in _PHASE})
@@ -245,11 +248,11 @@ def _phases(events: Sequence[EventDict]) -> list[dict[str, Any]]:
 
 def _relayed(events: Sequence[EventDict]) -> dict[str, int]:
     """By pair of nodes, bytes through the coordinator, of all parts of the run: "worker-1 worker-2" -> bytes."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for event in _of(events, "relay"):
         if event["how"] == "relayed":
-            found[f"{event['caller']} {event['called']}"] += event["size_bytes"]
-    return dict(sorted(found.items()))
+            sizes[f"{event['caller']} {event['called']}"] += event["size_bytes"]
+    return dict(sorted(sizes.items()))
 
 
 def _group(events: Sequence[EventDict]) -> str | None:
@@ -299,7 +302,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "samples": samples,
         "samples_accounted": finished.get("samples"),
         "samples_dropped": finished.get("dropped", 0),
-        "gradients_refused": _sorted_counts(one["who"] for one in _of(events, "gradient_refused")),
+        "gradients_refused": _sorted_counts(event["who"] for event in _of(events, "gradient_refused")),
         "late": _sorted_counts(step["node"] for step in steps if step.get("late")),
         "shares": _shares(events),
         "reason": finished.get("reason") or None,
@@ -323,7 +326,7 @@ def _logged(events: Iterable[EventDict]) -> dict[str, Any]:
 
 
 def _sorted_counts(names: Iterable[str]) -> dict[str, int]:
-    """How often each name comes, by name."""
+    """How often each name occurs, by name."""
     return dict(sorted(Counter(names).items()))
 
 
@@ -333,12 +336,12 @@ def _shares(events: Sequence[EventDict]) -> dict[str, int]:
 
 
 def begin_s(steps: Sequence[EventDict]) -> float:
-    """Time at which the first of these steps began; 0 without steps."""
+    """When the first of these steps began; 0 without steps."""
     return max(0.0, min((step["time_s"] - step["compute_s"] - step["wait_s"] for step in steps), default=0.0))
 
 
 def _span_s(steps: Sequence[EventDict]) -> float | None:
-    """Seconds from the begin of the first step to the end of the last one, for a run that did not finish."""
+    """Seconds from the beginning of the first step to the end of the last, for a run that did not finish."""
     return float(max(step["time_s"] for step in steps) - begin_s(steps)) if steps else None
 
 
@@ -367,7 +370,7 @@ def _machines(events: Sequence[EventDict]) -> dict[str, Any]:
     for event in _of(events, "memory"):
         peak[event["node"]] = max(event["peak_bytes"], peak.get(event["node"], 0))
         own[event["node"]] = max(event["peak_own_bytes"], own.get(event["node"], 0))
-    # The counters of a process only grow: its last record is its total.
+    # The counters of a process only grow: its last event has the totals.
     last_cpu = {event["node"]: event for event in _of(events, "cpu")}
     cpu: defaultdict[str, float] = defaultdict(float)
     work: defaultdict[str, Counter[str]] = defaultdict(Counter)

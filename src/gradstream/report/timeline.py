@@ -2,7 +2,7 @@
 
 Each node is a process. A worker has the tracks compute, wait (with the name of the node that it waits for), push,
 fetch and evaluate. A shard has the track apply, where each slice is its arithmetic since its previous report. CPU,
-memory and staleness are counters. Times are microseconds since the begin of training.
+memory and staleness are counters. Times are microseconds since the beginning of training.
 
 Reference: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -34,7 +34,7 @@ Pids = defaultdict[str, int]
 
 def trace_json(events: Sequence[EventDict]) -> str:
     """The trace of a run as the text of a file."""
-    lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in trace_events(events))
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(events))
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
@@ -125,7 +125,7 @@ def _stale(events: Iterable[EventDict], pids: Pids) -> Iterator[Slice]:
 
 
 def _applies(events: Iterable[EventDict], pids: Pids) -> Iterator[Slice]:
-    """The updates of a shard between two reports, as one slice at the begin of the interval."""
+    """The updates of a shard between two reports, as one slice at the beginning of the interval."""
     since_s: dict[str, float] = {}
     done_s: dict[str, float] = {}
     updates: dict[str, int] = {}

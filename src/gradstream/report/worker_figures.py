@@ -16,10 +16,10 @@ from gradstream.telemetry.events import GROUP, EventDict
 
 def by_node(events: Iterable[EventDict]) -> defaultdict[str, list[EventDict]]:
     """The events of each node, in their order."""
-    found: defaultdict[str, list[EventDict]] = defaultdict(list)
+    nodes: defaultdict[str, list[EventDict]] = defaultdict(list)
     for event in events:
-        found[event["node"]].append(event)
-    return found
+        nodes[event["node"]].append(event)
+    return nodes
 
 
 def rank_order(name: str) -> tuple[str, int]:
@@ -40,7 +40,7 @@ def cpu_s_of(event: EventDict) -> float:
 
 
 def total_of(counter: Iterable[float]) -> float:
-    """The total of a counter, from its readings in order of time. Each process of a resumed run begins again at 0."""
+    """The total of a counter, from its readings in order of time. Each process of a resumed run starts at 0 again."""
     total = last = 0.0
     for value in counter:
         total += value - last if value >= last else value
@@ -60,14 +60,14 @@ class WorkerFigures:
         steps, samples: numbers of its own steps and samples.
         compute_s: seconds in gradients.
         wait_s: seconds in the rest of its steps.
-        waited_for: seconds of `wait_s` by node; under its own name those of sums and local steps.
+        waited_for: seconds of `wait_s` by node; its own name stands for sums and local steps.
         push_s, fetch_s: mean seconds of a push and of a fetch; None if none was reported.
         evaluate_s: seconds in evaluations on held-out samples, between steps.
         paused_s: seconds for which the strategy's participation schedule paused it.
         read_s: seconds of reading samples, in gradients or before them.
         cpu_s: CPU seconds of gradients; None if not measured.
         queued_s: seconds in which its arithmetic thread could run but had no core; None if not measured.
-        load: number of threads on its machine that ran or waited for a core, in the mean; None if not measured.
+        load: mean number of threads on its machine that ran or waited for a core; None if not measured.
         cores: number of cores of its machine; None if unknown.
     """
 
@@ -127,13 +127,13 @@ def workers_of(
     evaluating: defaultdict[str, float] = defaultdict(float)
     for event in by_kind["evaluated"]:
         evaluating[event["node"]] += event.get("seconds", 0.0)
-    found = []
+    workers = []
     for name in sorted(steps, key=rank_order):
         own = steps[name]
         waited: Counter[str] = Counter()
         for step in own:
             waited.update(step.get("waited_for", {}))
-        found.append(
+        workers.append(
             WorkerFigures(
                 name=name,
                 steps=len(own),
@@ -149,14 +149,14 @@ def workers_of(
                 **_machine(cpu[name]),
             )
         )
-    return tuple(found)
+    return tuple(workers)
 
 
 def _machine(events: Sequence[EventDict]) -> dict[str, Any]:
     """The fields of `WorkerFigures` on the arithmetic and the machine of a worker, from its "cpu" events.
 
-    A user's training loop computes on its own thread, which is not measured. Its gradients then had at most the CPU
-    seconds of the process, less those of other work.
+    A user's training loop computes on its own thread, which is not measured. Its gradients then took at most the CPU
+    seconds of the process, minus those of other work.
     """
     cpu_s = total_of(event["compute_s"].get("gradient", 0.0) for event in events)
     queued_s = [event["queued_s"] for event in events if event.get("queued_s") is not None]
@@ -173,7 +173,7 @@ def _machine(events: Sequence[EventDict]) -> dict[str, Any]:
 
 
 # ---- pauses ------------------------------------------------------------------------------
-# When a strategy paused which workers, which are then neither slow nor lost nor idle; changes of a run in words.
+# When the strategy paused which workers, which then are neither slow nor lost nor idle; and changes of a run in words.
 
 
 def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:
@@ -183,16 +183,16 @@ def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[t
         changes: "participation" events, in the order of time.
         end_s: end of the run.
     """
-    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    pauses: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     ends = [*(event["time_s"] for event in changes[1:]), end_s]
     for event, until_s in zip(changes, ends, strict=False):
         begin_s = event["time_s"]
         for name in event["paused"]:
             if until_s <= begin_s:
                 continue
-            continues = found[name] and found[name][-1][1] == begin_s
-            found[name].append((found[name].pop()[0] if continues else begin_s, until_s))
-    return found
+            continues = pauses[name] and pauses[name][-1][1] == begin_s
+            pauses[name].append((pauses[name].pop()[0] if continues else begin_s, until_s))
+    return pauses
 
 
 def participation_text(event: EventDict) -> str:
@@ -237,11 +237,11 @@ def phase_text(event: EventDict) -> str:
 
 
 # ---- grouped -----------------------------------------------------------------------------
-# Finds for whom workers waited in a group without servers, by comparing their steps.
+# For whom workers waited in a group without servers, found by comparing their steps.
 #
-# No rank of a group knows which one came last, since their clocks differ and a message would cost time. But all begin
-# a round together. So a worker whose gradient ended later, counted from the begin of its step, kept the others
-# waiting for the difference. They waited for the exchange the rest of the time.
+# No rank of a group knows who came last, since clocks differ and a message would cost time. But all begin
+# a round together. So a worker whose gradient ended later, counted from the beginning of its step, kept the others
+# waiting for the difference. The rest of the time they waited for the exchange.
 
 
 def attributed(steps: Sequence[EventDict]) -> list[EventDict]:

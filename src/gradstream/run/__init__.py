@@ -1,3 +1,3 @@
-"""One run: the plan of its nodes, the nodes as processes or simulated, and what they leave behind."""
+"""One run: the plan of its nodes, the nodes as processes or simulated, and the files that they leave."""
 
 __all__ = ()

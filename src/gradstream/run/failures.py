@@ -1,7 +1,7 @@
 """Turns a failure that a node has reported back into an exception.
 
 A node reports the class name, the message and the traceback of its exception as texts. The launcher, or a
-simulation, raises the exception that this module makes of them.
+simulation, raises the exception that this module makes from them.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _MOST_LIKELY = {
         "neither is so, it is a bug of gradstream: please report it, with the folder logs of the run directory"
     ),
 }
-"""What a code that a node refuses with means to a user."""
+"""What the code of a refusal means to a user."""
 
 _OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, NonFiniteError, DataError)}
 _OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
 
 
 def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> GradstreamError:
-    """The exception that a node has reported by name, with its texts escaped except for newlines."""
+    """The exception that a node reported by name, with its texts escaped except for newlines."""
     culprit, error = escaped(culprit, NAME_BYTES), escaped(error, NAME_BYTES)
     message = escaped(message, MESSAGE_BYTES, newlines=True)
     traceback_text = escaped(traceback_text, TRACEBACK_BYTES, newlines=True)
@@ -69,8 +69,8 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
         return _OF_USER[error](message if culprit in message else f"{culprit}: {message}", traceback_text)
     if error in _OF_PEER:
         return _OF_PEER[error](*_peer_of(culprit, message))
-    if error == "RefusedError" and (found := re.match(r"(\S+) refused \((\w+)\): (.*)", message, re.DOTALL)):
-        refused = RefusedError(found[1], found[2], found[3])
+    if error == "RefusedError" and (match := re.match(r"(\S+) refused \((\w+)\): (.*)", message, re.DOTALL)):
+        refused = RefusedError(match[1], match[2], match[3])
         if refused.code in _MOST_LIKELY:
             refused.add_note(f"{refused.code}: {_MOST_LIKELY[refused.code]}")
         return refused
@@ -81,7 +81,7 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
             if base is InternalError and traceback_text:
                 made.add_note(traceback_text)
             return made
-    # The user's code raised outside of the functions that we wrap, or this is a bug of ours.
+    # The user's code raised outside of the functions that we wrap, or this is our bug.
     return UserCodeError(f"{culprit}: {error}: {message}", traceback_text)
 
 
@@ -97,8 +97,8 @@ def failed_event(error: GradstreamError, culprit: str) -> FailedEvent:
 
 def _peer_of(culprit: str, message: str) -> tuple[str, str]:
     """Splits a message into the node that it begins with, or else `culprit`, and the rest."""
-    found = re.match(r"(coordinator|(?:shard|worker|part\d+)-\d+): (.*)", message, re.DOTALL)
-    return (found[1], found[2]) if found else (culprit, message)
+    match = re.match(r"(coordinator|(?:shard|worker|part\d+)-\d+): (.*)", message, re.DOTALL)
+    return (match[1], match[2]) if match else (culprit, message)
 
 
 def how_ended(status: int, cause: str = "") -> str:
@@ -106,7 +106,7 @@ def how_ended(status: int, cause: str = "") -> str:
 
     Args:
         status: its exit status; minus the number of the signal that killed it.
-        cause: who or what killed it; "" if that is not known.
+        cause: who or what killed it; "" if unknown.
     """
     if status >= 0:
         return f"ended with status {status}"
@@ -132,7 +132,7 @@ class EndedNodes:
 
     def __init__(self) -> None:
         self.statuses: dict[str, int] = {}
-        self._causes: dict[str, str] = {}  # why Linux killed a process, where that is known
+        self._causes: dict[str, str] = {}  # why Linux killed a process, if known
         self._errors: dict[str, Mapping[str, Any]] = {}
 
     @property
@@ -141,7 +141,7 @@ class EndedNodes:
         return next(iter(self.statuses))
 
     def note(self, name: str, status: int, cause: str) -> None:
-        """Notes that the process of a node has ended, and why Linux killed it, if that is known."""
+        """Notes that the process of a node has ended, and why Linux killed it, if known."""
         self.statuses[name] = status
         self._causes[name] = cause
 
@@ -150,12 +150,12 @@ class EndedNodes:
         self._errors[name] = error
 
     def lose(self, name: str, error: Mapping[str, Any]) -> None:
-        """Notes a node that is lost with its machine, unless it has ended or failed before."""
+        """Notes that a node was lost with its machine, unless it ended or failed before."""
         self._errors.setdefault(name, error)
         self.statuses.setdefault(name, 1)
 
     def was_lost(self, name: str) -> bool:
-        """Whether a node was killed by a signal, or given up by the others, or cut off by the coordinator's death."""
+        """Whether a node was killed by a signal, given up by the others, or cut off by the coordinator's death."""
         said = self._errors.get(name)
         if said is None:
             return self.statuses[name] < 0
@@ -168,7 +168,7 @@ class EndedNodes:
         )
 
     def forget(self, name: str) -> None:
-        """Forgets how a node has ended: it is started again."""
+        """Forgets how a node ended, since it is started again."""
         self.statuses.pop(name, None)
         self._causes.pop(name, None)
         self._errors.pop(name, None)
@@ -202,19 +202,19 @@ def evaluate(run: Run) -> Evaluation | None:
         return None
     with ExitStack() as stack:
         if run.path is not None:
-            stack.callback(run_kept(run.path))  # it may import more of the user's
-        found = run.evaluate()
-    keep_evaluation(run, found)
-    return found
+            stack.callback(run_kept(run.path))  # evaluation may import more of the user's code
+        evaluation = run.evaluate()
+    keep_evaluation(run, evaluation)
+    return evaluation
 
 
 def evaluation_of_run(run: Run) -> Evaluation | None:
-    """The evaluation of a run that another process has trained: as it has kept it, or computed again, and not kept.
+    """The evaluation of a run that another process trained: the one that it kept, or a new one, which is not kept.
 
     None if the job cannot be read again (a message says so), or without held-out samples or parameters.
     """
     final = [row for row in run.evaluations if row["final"]]
-    if final and final[-1]["accuracy"] is not None:  # else the event does not say which loss it has
+    if final and final[-1]["accuracy"] is not None:  # otherwise the event does not say which loss it has
         kept = final[-1]
         own = kept["loss"] is not None
         return Evaluation(kept["accuracy"], kept["loss"], kept["held_out"], kept["metrics"], own_loss=own)
@@ -227,10 +227,10 @@ def evaluation_of_run(run: Run) -> Evaluation | None:
         return None
 
 
-def keep_evaluation(run: Run, found: Evaluation) -> None:
+def keep_evaluation(run: Run, evaluation: Evaluation) -> None:
     """Adds the evaluation of the final parameters to the run's events, unless they have one.
 
-    Then `gradstream runs` and reports show it. Where the directory cannot be written, a message says so.
+    Then `gradstream runs` and reports show it. If the directory cannot be written, a message says so.
     """
     if run.path is None or any(row["final"] for row in run.evaluations):
         return
@@ -239,13 +239,13 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
         step=last["step"] + 1,
         epoch=last["epoch"],
         samples=run.summary["samples"],
-        accuracy=found.accuracy,
-        loss=found.loss,
-        metrics=found.metrics,
-        held_out=found.num_samples,
+        accuracy=evaluation.accuracy,
+        loss=evaluation.loss,
+        metrics=evaluation.metrics,
+        held_out=evaluation.num_samples,
         final=True,
     )
-    time_s = max((one["time_s"] for one in run.events), default=0.0)
+    time_s = max((event["time_s"] for event in run.events), default=0.0)
     try:
         with (run.path / "events.jsonl").open("ab") as file:
             file.write(encode(event, node="launcher", time_s=time_s))

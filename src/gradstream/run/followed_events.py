@@ -1,6 +1,6 @@
-"""The events of a run as its launcher follows them: it reads them as they come and passes them to a callback.
+"""Follows the events of a run for its launcher: reads them as they come and passes them to a callback.
 
-The coordinator writes them. The launcher adds a few events itself, and prints warnings on stderr.
+The coordinator writes them. The launcher adds a few events of its own, and prints warnings on stderr.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ MESSAGE_BYTES = 1024
 class FollowedEvents:
     """Reads the events that the nodes of a run write from now on, and passes each to a callback.
 
-    The file of a resumed run also has the events before the run was resumed, which are not read.
+    The file of a resumed run also has the events from before, which are not read.
 
     Args:
         run_dir: run directory.
         on_event: called with each event.
-        on_lost: called with the name of each node that is lost, from the events on.
-        on_reshard: called with each event of a change of the shards.
-        from_bytes: where to begin in the file; None takes its end.
+        on_lost: called with the name of each node that is lost.
+        on_reshard: called with each event about a change of the shards.
+        from_bytes: where to begin in the file; None begins at its end.
 
     Attributes:
         zero_ns: see `RunClock`; None before training.
-        read_bytes: how much of the file has been read, or left out.
+        read_bytes: how much of the file has been read or skipped.
         last: the latest event of each kind.
         carriers: for each node, the carrier by which it reaches each of the others.
     """
@@ -76,7 +76,7 @@ class FollowedEvents:
         self._own = EventLog(
             DiskStorage(run_dir), EVENTS, node="launcher", now=monotonic_ns, tell=self.say_of_disk
         )
-        self._struck_ns: dict[str, int] = {}  # when somebody has killed a node, who has said so
+        self._struck_ns: dict[str, int] = {}  # when a node was killed, as its killer reported
         self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
         self._worth = Worth()
         self.zero_ns: int | None = None
@@ -89,7 +89,7 @@ class FollowedEvents:
             pass
 
     def _piece(self) -> bytes:
-        """The next bytes of the file; none where there is no file yet, or the disk is broken."""
+        """The next bytes of the file; none if there is no file yet, or the disk is broken."""
         try:
             with open_regular(self._path) as file:
                 file.seek(self.read_bytes)
@@ -98,8 +98,8 @@ class FollowedEvents:
             return b""
 
     def _take_piece(self, data: bytes) -> bool:
-        """Takes the events in the next bytes of the file. Returns whether there may be more."""
-        # A torn last line is read again: the coordinator removes it where the disk is full.
+        """Handles the events in the next bytes of the file. Returns whether there may be more."""
+        # A torn last line is read again: the coordinator removes it when the disk is full.
         *lines, self._torn = data.split(b"\n")
         if not lines and len(data) == PIECE_BYTES:
             lines, self._torn = [data], b""  # longer than any event
@@ -109,11 +109,11 @@ class FollowedEvents:
 
     @property
     def skipped(self) -> str:
-        """A text on the lines that were no events; "" without any."""
+        """A text on the lines that were no events; "" if there were none."""
         return self._lines.skipped
 
     def take(self, lines: Iterable[bytes]) -> None:
-        """Handles events that the file holds, or that nodes sent since the disk was full."""
+        """Handles events from the file, or from nodes that sent them since the disk was full."""
         for event in self._lines.take(b"".join(line + b"\n" for line in lines)):
             self.last[event["event"]] = event
             self._say(event)
@@ -127,24 +127,24 @@ class FollowedEvents:
                 self._on_event(event)
 
     def emit(self, event: Event, at_ns: int | None = None) -> None:
-        """Adds an event of the launcher, which happened at this time; None is now."""
+        """Adds an event of the launcher, which happened at this time; None means now."""
         time_s = 0.0 if self.zero_ns is None else ((at_ns or monotonic_ns()) - self.zero_ns) / 1e9
         self._own.append(encode(event, node="launcher", time_s=time_s))
 
     def note_time(self, message: Mapping[str, Any]) -> None:
-        """Notes what a message says: when the run's clock showed 0, or when somebody has killed a node."""
+        """Notes when the run's clock showed 0, or when a node was killed, if a message says that."""
         self.zero_ns = message.get("zero_ns", self.zero_ns)
         if "struck" in message:
             self._struck_ns[message["struck"]] = message["at_ns"]
 
     def exited(self, name: str, status: int, at_ns: int | None, how: str) -> None:
-        """Adds the event that a process has ended before the run, as `how` says; its parent saw that at `at_ns`."""
+        """Adds the event that a process ended before the run did, as `how` says; its parent saw that at `at_ns`."""
         if name == COORDINATOR:
-            self.mend()  # half a line
+            self.mend()  # removes half a line
         self.emit(ExitedEvent(who=name, status=status, how=how), self._struck_ns.pop(name, at_ns))
 
     def mend(self) -> bool:
-        """Removes a half-written last line of a coordinator that was killed. False if that fails."""
+        """Removes the half-written last line of a killed coordinator. Returns False if that fails."""
         if self._torn:
             self._torn = b""
             try:
@@ -155,7 +155,7 @@ class FollowedEvents:
         return True
 
     def say_of_disk(self, text: str, about: str = "") -> None:
-        """Prints a message about the disk once, although several nodes notice it.
+        """Prints a message about the disk once, even if several nodes notice it.
 
         Args:
             text: the message.
@@ -169,7 +169,7 @@ class FollowedEvents:
         self._said_ns[about] = now_ns
 
     def _say(self, event: Mapping[str, Any]) -> None:
-        """Prints what the user must know of on stderr."""
+        """Prints on stderr what the user must know."""
         if text := self._worth.note(event):
             say(text, MESSAGE_BYTES)
         if event["event"] == "checkpoint_failed":
@@ -184,19 +184,19 @@ class FollowedEvents:
 
 
 # ---- ending ------------------------------------------------------------------------------
-# How a run ended, and how it goes on, in the words that its launcher and those who follow it share.
+# How a run ended, and how to continue it, in the words that its launcher and its followers share.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """A run by the latest of its events.
+    """The end of a run, by the latest of its events.
 
     Args:
         run_dir: run directory.
-        last: the latest event of each kind, of this part of the run.
-        first: folder of the checkpoint that this part began from; "" if the run began.
+        last: the latest event of each kind, in this part of the run.
+        first: folder of the checkpoint from which this part began; "" if the run was new.
         in_file: whether the job is in a file, so that a command can resume the run.
-        begins_again: whether a resumed script would begin from its start.
+        begins_again: whether a resumed script would start over.
     """
 
     run_dir: Path
@@ -207,9 +207,9 @@ class Ending:
 
     @property
     def checkpoint(self) -> str:
-        """Folder of the newest checkpoint, as far as is known; "" without one."""
-        found: str = self.last.get("checkpoint", {}).get("folder", self.first)
-        return found
+        """Folder of the newest known checkpoint; "" if there is none."""
+        folder: str = self.last.get("checkpoint", {}).get("folder", self.first)
+        return folder
 
     @property
     def command(self) -> str:
@@ -234,7 +234,7 @@ class Ending:
 
     @property
     def failure(self) -> GradstreamError | None:
-        """The error that the run failed with, as its events report it; None for none."""
+        """The error that the run failed with, as its events report it; None if it did not fail."""
         failed = self.last.get("failed")
         if failed is None:
             return None

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 """Seconds between two reads of the events file. Messages of nodes are handled at once."""
 STATUS_S = 1.0
-"""Seconds for the status of a process of which the coordinator has said that it is lost."""
+"""Seconds to wait for the exit status of a process that the coordinator reported lost."""
 BOOT_S = 60.0
 """Seconds for a process to load torch and the job file, before its deadline to join begins."""
 
@@ -73,14 +73,14 @@ class Launcher:
             run_dir, options.on_event, self._note_lost, self._note_reshard, from_bytes=from_bytes
         )
         self._ended = EndedNodes()
-        self._machines: MachineRendezvous | None = None  # the other machines, where there are any
+        self._machines: MachineRendezvous | None = None  # the other machines, if there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
         kept = not (options.as_threads or options.is_trial)
         losses = losses_of_all(plan)
         if options.listening is not None:
             options.listening.check_losses(losses.obstacle)
         self._comebacks = Comebacks(losses, plan.job.max_restarts, Succession(kept))
-        self._begins_again = False  # a resumed script would begin from its start
+        self._begins_again = False  # whether a resumed script would start over
         elsewhere = [worker_name(rank) for rank in range(plan.most_workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
 
@@ -115,7 +115,7 @@ class Launcher:
 
     @property
     def _address(self) -> str:
-        """Of the coordinator, once it can be asked to stop; "" before."""
+        """The coordinator's address, once it can be asked to stop; "" before."""
         return self._comebacks.coordinator.address
 
     @property
@@ -126,7 +126,7 @@ class Launcher:
 
     @contextmanager
     def _machines_joined(self) -> Iterator[None]:
-        """Waits until all other machines have joined, where there are any; reports the end of the run to them."""
+        """Waits until all other machines, if any, have joined; reports the end of the run to them."""
         if self._options.listening is None:
             yield
             return
@@ -152,7 +152,7 @@ class Launcher:
     # ---- nodes --------------------------------------------------------------------------
 
     def _start_nodes(self) -> None:
-        """Starts the nodes, or, of a run whose launcher has died, those that it has not started."""
+        """Starts the nodes; if a launcher has died, only those that it has not started."""
         there = self._adopted() if self._options.adopts else set()
         if COORDINATOR not in there:
             absent = [] if self._machines is None else self._machines.absent
@@ -169,7 +169,7 @@ class Launcher:
                 self._start_node(name, "--coordinator", address)
 
     def _adopted(self) -> set[str]:
-        """Hears what the nodes have said to a launcher that has died, and how some have ended; returns their names."""
+        """Reads what the nodes said to a launcher that has died, and how some ended; returns their names."""
         self._events.read()
         names, waited, message = set(), 0, None
         while message is None or "entered" not in message:
@@ -191,7 +191,7 @@ class Launcher:
         self._cluster.start(name, spec, main=SCRIPT if is_loop else NODE)
 
     def _network(self, name: str) -> list[str]:
-        """The arguments of a node of this machine that concern its network."""
+        """The network arguments of a node of this machine."""
         if self._machines is None:
             return ["--credentials", str(self._credentials)]
         return self._machines.arguments(name)
@@ -220,7 +220,7 @@ class Launcher:
     # ---- while they run -----------------------------------------------------------------
 
     def _handle_message(self) -> dict[str, Any] | None:
-        """Handles Ctrl-C and the next message of a node or a machine, for which it waits up to POLL_S."""
+        """Handles Ctrl-C, and the next message of a node or a machine, for which it waits up to POLL_S."""
         self._handle_stop()
         self._restart_nodes()
         self._start_new_shards()
@@ -258,7 +258,7 @@ class Launcher:
             self._events.take(message["unwritten"].encode().splitlines())
 
     def _note_exit(self, name: str, status: int, at_ns: int | None, cause: str) -> None:
-        """Notes that a node has ended. One that was killed or evicted while others train is started again."""
+        """Notes that a node has ended. If it was killed or evicted while others train, it is started again."""
         self._events.read()
         if self._shards.is_extra(name):
             return
@@ -274,11 +274,11 @@ class Launcher:
         training = "started" in self._events.last and not self._has_ended
         if training and self._ended.was_lost(name):
             self._comebacks.start_soon(name, time.monotonic())
-        elif training and self._ended.failed_with(ConfigError) == name:  # before it was a member again
+        elif training and self._ended.failed_with(ConfigError) == name:  # before it rejoined
             say(f"the run goes on without a process: {self._error_of(name)}")
 
     def _note_machine(self, name: str, error: dict[str, str]) -> None:
-        """Notes a node that has come with its machine, or, with an error, is lost with it."""
+        """Notes a node that came with its machine or, if there is an error, was lost with it."""
         if not error:
             self._ended.forget(name)
             return
@@ -288,17 +288,17 @@ class Launcher:
         self._rescue(name)
 
     def _rescue(self, name: str) -> None:
-        """Has a shard that was lost with its machine, or stands still there, started on this machine."""
+        """Starts on this machine a shard that was lost with its machine, or stands still there."""
         if self._machines is not None and self._machines.members.rescue(name):
             self._comebacks.start_soon(name, time.monotonic())
 
     def _note_lost(self, name: str) -> None:
-        """Ends a shard that stands still and was evicted, since everybody waits for a new process of it."""
+        """Kills an evicted shard that stands still, since everybody waits for a new process of it."""
         if not self._shards.is_extra(name) and self._comebacks.lost(name, time.monotonic()):
             self._cluster.signal(name, signal.SIGKILL)
 
     def _note_reshard(self, event: Mapping[str, Any]) -> None:
-        """Follows which shards hold the parameters. Those that others have replaced end by themselves."""
+        """Tracks which shards hold the parameters. Shards that were replaced end by themselves."""
         self._shards.take(event)
         if event["state"] == "switched":
             workers = [name for name in self._others if not name.startswith("shard")]
@@ -307,7 +307,7 @@ class Launcher:
                 self._ended.forget(name)
 
     def _note_coordinator(self, address: str) -> None:
-        """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
+        """Notes that a coordinator process serves; a later one may not know that the run is to stop."""
         self._comebacks.coordinator.serves(address)
         if self._comebacks.stopping:
             self._cluster.signal(COORDINATOR, stop_signal())
@@ -349,7 +349,7 @@ class Launcher:
         return bool(ended) or COORDINATOR in self._ended.statuses
 
     def _handle_stop(self) -> None:
-        """Stops the run where Ctrl-C, SIGTERM or `stop` asks for it.
+        """Stops the run if Ctrl-C, SIGTERM or `stop` asks for it.
 
         The coordinator makes a checkpoint first. Before there is a coordinator, nothing can be kept.
         """
@@ -397,13 +397,13 @@ class Launcher:
             raise self._error()
 
     def _await_end(self, name: str) -> None:
-        """Waits a moment for the status of a lost node's process: the coordinator may have told of its end sooner."""
+        """Waits a moment for the exit status of a lost node: the coordinator may have reported its end sooner."""
         waited = 0
         while name in self._cluster.running and waited * POLL_S < STATUS_S:
             waited += self._handle_message() is None
 
     def _let_leave(self) -> None:
-        """Waits until the other nodes have ended, up to `lease_s`; for scripts as long as they take."""
+        """Waits until the other nodes have ended, up to `lease_s`; for scripts, as long as they take."""
         waited, patient = 0, is_script(self._job) and self._has_finished
         while self._cluster.running and (patient or waited * POLL_S < self._job.deadlines.lease_s):
             waited += self._handle_message() is None
@@ -414,7 +414,7 @@ class Launcher:
         return "finished" in self._events.last
 
     def _check_result(self) -> None:
-        """Raises where a script failed after its session, or the final parameters are on another machine.
+        """Raises if a script failed after its session, or the final parameters are on another machine.
 
         The worker of the lowest rank writes them, and all workers of this machine may have been lost.
         """
@@ -434,7 +434,7 @@ class Launcher:
     # ---- the end ------------------------------------------------------------------------
 
     def _record_carriers(self) -> None:
-        """Adds the carriers that nodes have agreed on to run.json. Never raises: the run has ended."""
+        """Adds the carriers that nodes agreed on to run.json. Never raises, since the run has ended."""
         if not self._events.carriers:
             return
         try:
@@ -464,14 +464,14 @@ class Launcher:
         )
 
     def _error(self) -> GradstreamError:
-        """The error that the run failed with, as the coordinator reports it, or as its process ended."""
+        """The error that the run failed with, as reported by the coordinator, or by how its process ended."""
         return self._ending.failure or self._error_of(COORDINATOR)
 
     def _error_of(self, name: str) -> GradstreamError:
         return self._ended.error_of(name, self._cluster.log_tail)
 
     def _note_failure(self, error: GradstreamError) -> None:
-        """Adds a `failed` event where the run's events do not have one yet."""
+        """Adds a `failed` event if the run's events do not have one yet."""
         self._events.read()
         if "failed" in self._events.last or not self._events.mend():
             return

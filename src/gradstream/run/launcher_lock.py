@@ -1,9 +1,8 @@
 """The lock of a run's launcher: the kernel says whether the run has one, and which process it is.
 
-It is a POSIX lock of the file `.launcher`, because the kernel frees such a lock with its process, passes it to no
-child, and names its owner (F_GETLK). So a process that is told to stop is the launcher, whatever the file says and
-however often process ids are used again. The content of the file is for those who follow the run or take it over.
-
+It is a POSIX lock of the file `.launcher`, because the kernel frees such a lock with its process, does not pass it on
+to children, and names its owner (F_GETLK). So a process that is told to stop is the launcher, whatever the file says
+and however often process ids are reused. The content of the file is for processes that follow or take over the run.
 Linux on 64 bits: `_LOCK` is its `struct flock`.
 """
 
@@ -28,7 +27,7 @@ from gradstream.untrusted import MismatchError, check_record
 FILE = ".launcher"
 
 ELSEWHERE = -1
-"""Stands for the id of a process that this machine, or this container, does not see."""
+"""Stands for the id of a process that is not visible from this machine or container."""
 
 _LOCK = "hhqqi0q"
 _held: set[Path] = set()  # by this process, whose own locks the kernel does not show
@@ -36,7 +35,7 @@ _held: set[Path] = set()  # by this process, whose own locks the kernel does not
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherRecord:
-    """What a launcher says of itself.
+    """What a launcher writes about itself.
 
     Args:
         host: name of its machine.
@@ -48,12 +47,12 @@ class LauncherRecord:
 
     @classmethod
     def here(cls, *, events_from: int) -> LauncherRecord:
-        """That of a launcher in this process."""
+        """The record of a launcher in this process."""
         return cls(host=socket.gethostname(), events_from=events_from)
 
     @classmethod
     def read(cls, run_dir: Path) -> LauncherRecord | None:
-        """The record of the latest launcher; None without one, or where the disk was too full for it.
+        """The record of the latest launcher; None if there is none, or if the disk was too full for it.
 
         Raises:
             ConfigError: the file is damaged.
@@ -80,11 +79,11 @@ class LauncherRecord:
 
 @contextmanager
 def launcher_lock(run_dir: Path, record: LauncherRecord) -> Iterator[None]:
-    """Makes this process the launcher of a run, as far as others see.
+    """Makes this process the launcher of a run, as seen by other processes.
 
     Raises:
         DataError: another process is. Nothing was done.
-        OSError: the disk does not take the file.
+        OSError: the file cannot be written.
     """
     run_dir = run_dir.resolve()
     if run_dir in _held:
@@ -112,13 +111,13 @@ _REMEDY = "`gradstream attach` shows its progress, `gradstream stop` ends it"
 
 
 def holder_of(run_dir: Path) -> int | None:
-    """Id of the process that is the run's launcher, ELSEWHERE where it cannot be seen from here; None for none.
+    """Id of the process that is the run's launcher, ELSEWHERE if it cannot be seen from here; None if there is none.
 
     Raises:
         ConfigError: the run belongs to another user.
     """
     if run_dir.resolve() in _held:
-        return os.getpid()  # to open and close the file would free the lock
+        return os.getpid()  # opening and closing the file would free the lock
     try:
         file = os.open(run_dir / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,6 +1,6 @@
-"""`Launch`: what this machine knows of a run that it has started on others.
+"""`Launch`: what this machine keeps about a run that it started on other machines.
 
-The folder of such a run is filled by another machine, so nothing in it is executed. The machines, the words that reach
+Another machine fills the folder of such a run, so nothing in it is executed. The machines, the commands that reach
 them and the files of the job are kept where only this user writes:
 
     $XDG_STATE_HOME/gradstream/launches/DIGEST OF THE RUN FOLDER/
@@ -37,30 +37,30 @@ from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import escaped, parse_json, read_regular, read_settings
 
 # ---- seals -------------------------------------------------------------------------------
-# The seal of a run folder, by which a user's own runs are told from folders that came from elsewhere.
+# The seal of a run folder, which tells a user's own runs from folders that came from elsewhere.
 #
-# What a run folder describes is executed by commands that go on with it: its job's file, and any class that
-# `nodes.json` names. A folder may be a download, or another user's. So `nodes.json` carries a code (HMAC-SHA-256, RFC
+# Commands that continue a run execute what its folder describes: its job's file, and any class that `nodes.json`
+# names. A folder may be a download, or another user's. So `nodes.json` carries a code (HMAC-SHA-256, RFC
 # 2104) of itself and of the copy of the job's code, whose key is where only this user reads:
 #
 #     $XDG_STATE_HOME/gradstream/key
 #
-# Who shares a run folder, or moves it, does not share the key.
+# Sharing or moving a run folder does not share the key.
 
 KEY_BYTES = 32
 MAX_CODE_BYTES = 1 << 28
 
 
 def state_folder() -> Path:
-    """The folder of this user's state of gradstream; it need not be there."""
-    given = os.environ.get("XDG_STATE_HOME", "")
+    """The folder for this user's state of gradstream; it need not exist."""
+    path = os.environ.get("XDG_STATE_HOME", "")
     home = Path(os.path.expanduser("~"))
-    return (Path(given) if Path(given).is_absolute() else home / ".local" / "state") / "gradstream"
+    return (Path(path) if Path(path).is_absolute() else home / ".local" / "state") / "gradstream"
 
 
 def checked_folder(folder: Path) -> Path:
-    """The folder. Raises ConfigError if it is there, and others can write in it."""
-    if folder.is_dir() and ((found := folder.stat()).st_uid != os.geteuid() or found.st_mode & 0o022):
+    """Returns the folder. Raises ConfigError if it exists and others can write in it."""
+    if folder.is_dir() and ((status := folder.stat()).st_uid != os.geteuid() or status.st_mode & 0o022):
         raise ConfigError(
             f"{folder}: others can write there, and what it says is executed; expected a folder of this user with "
             f"mode 0700: chmod 700 {folder}, or set XDG_STATE_HOME"
@@ -89,9 +89,9 @@ def seal_of(run: Path, spec: NodeSpec) -> str:
 
 
 def is_sealed(run: Path, spec: NodeSpec) -> bool:
-    """Whether this user's gradstream has written the description that is in a run folder.
+    """Whether this user's gradstream wrote the description in a run folder.
 
-    A job whose file is in the run folder itself is read from there: it is this user's where the folder has not moved.
+    A job whose file is in the run folder itself is read from there: it is this user's if the folder has not moved.
     """
     file = Path((spec.script or spec.job).partition(":")[0]).resolve()
     moved = Path(spec.run_dir).resolve() != run.resolve()
@@ -101,7 +101,7 @@ def is_sealed(run: Path, spec: NodeSpec) -> bool:
 
 
 def _key() -> bytes:
-    """The key of this user, made where there is none. Raises ConfigError."""
+    """The key of this user, which is made if there is none. Raises ConfigError."""
     folder = checked_folder(state_folder())
     path = folder / "key"
     try:
@@ -124,7 +124,7 @@ def _key() -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Writes a key, unless another process is first."""
+    """Writes a key, unless another process was first."""
     draft = path.with_name(f".key-{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -145,7 +145,7 @@ MAX_BYTES, MAX_DATA_BYTES = 1 << 20, 1 << 29
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is kept of a run on other machines.
+    """What this machine keeps about a run on other machines.
 
     Args:
         run: the local folder of the run.
@@ -157,7 +157,7 @@ class Launch:
 
     @classmethod
     def at(cls, run: Path) -> Self:
-        """That of a folder, whether anything is kept or not.
+        """The record of a run folder, whether or not anything is kept.
 
         Raises:
             ConfigError: others can write where it is kept.
@@ -169,14 +169,14 @@ class Launch:
 
     @property
     def is_known(self) -> bool:
-        """Whether this machine has started the run, and so has the files of its job."""
+        """Whether this machine started the run, and so has the files of its job."""
         return (self.folder / JOB).is_dir() and (self.folder / HOSTS).exists()
 
     def begin(self, files: Mapping[str, Path]) -> None:
-        """Begins anew, with the files of a job.
+        """Starts over, with the files of a job.
 
         Raises:
-            ConfigError: the disk does not take them.
+            ConfigError: the files cannot be written.
         """
         launches = self.folder.parent
         try:
@@ -196,15 +196,15 @@ class Launch:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, name: str, text: str) -> None:
-        """Keeps a text. Raises OSError if the disk does not take it."""
+        """Keeps a text. Raises OSError if the disk fails."""
         DiskStorage(self.folder).write(name, text.encode())
 
     def hosts(self) -> dict[str, Any] | None:
-        """What `HOSTS` says of the machines; None if nothing is kept. Raises ConfigError for a damaged file."""
+        """The machines according to `HOSTS`; None if nothing is kept. Raises ConfigError for a damaged file."""
         return read_hosts(self.folder / HOSTS)
 
     def data(self) -> bytes:
-        """The list of the data's files. Raises ConfigError without one."""
+        """The list of the data's files. Raises ConfigError if there is none."""
         try:
             return read_settings(self.folder / DATA, MAX_DATA_BYTES)
         except FileNotFoundError:
@@ -213,23 +213,23 @@ class Launch:
     def files(self) -> dict[str, Path]:
         """The files of the job by name. Raises ConfigError if none are kept."""
         job = self.folder / JOB
-        found = {str(path.relative_to(job)): path for path in sorted(job.rglob("*")) if path.is_file()}
-        if not found:
+        files = {str(path.relative_to(job)): path for path in sorted(job.rglob("*")) if path.is_file()}
+        if not files:
             raise self.unknown("the files of its job")
-        return found
+        return files
 
     def unknown(self, what: str) -> ConfigError:
-        """For what this machine does not know of a run."""
+        """The error for something that this machine does not know about a run."""
         return ConfigError(
             f"{self.run}: {what} are not known here, since the run was started elsewhere; call this command where "
             "`gradstream launch` was called"
         )
 
     def own(self, spec: NodeSpec) -> NodeSpec:
-        """A description of the run that a machine has sent, with nothing in it to execute but what is of here.
+        """A description of the run from another machine, with nothing to execute but code of this machine.
 
-        The job and its command line are those that were typed. Classes and functions are gradstream's own, installed
-        plugins, or in files of the job.
+        The job and its command line are those that were typed here. Classes and functions are gradstream's own, of
+        installed plugins, or in files of the job.
 
         Raises:
             ConfigError: it names others.
@@ -240,7 +240,7 @@ class Launch:
         place = f"{self.folder / JOB / job}{colon}{function}"
         words = said["arguments"]
         argv = [str(self.folder / JOB / job), *(words[words.index("--") + 1 :] if "--" in words else [])]
-        given = {key: value for key, value in spec.plain.items() if key not in _TEXTS}
+        fields = {key: value for key, value in spec.plain.items() if key not in _TEXTS}
         texts = {key: spec.plain[key] for key in _TEXTS & spec.plain.keys()}
         return dataclasses.replace(
             spec,
@@ -249,17 +249,17 @@ class Launch:
             earlier=(),
             imports="",
             run_dir=str(self.run),
-            plain={**texts, **self._own(given), "argv": argv, "run_dir": str(self.run)},
+            plain={**texts, **self._own(fields), "argv": argv, "run_dir": str(self.run)},
             strategy=self._own(spec.strategy),
             optimizer=self._own(spec.optimizer),
         )
 
     def _own(self, value: Any) -> Any:
-        """The value with places of here in it: each text with a colon may become code."""
+        """The value with places of this machine in it: each text with a colon may become code."""
         if isinstance(value, Mapping):
-            return {key: self._own(one) for key, one in value.items()}
+            return {key: self._own(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            return [self._own(one) for one in value]
+            return [self._own(entry) for entry in value]
         return self._place(value) if isinstance(value, str) and ":" in value else value
 
     def _place(self, place: str) -> str:
@@ -272,8 +272,8 @@ class Launch:
                 return f"{max(known, key=lambda path: len(path.parts))}:{name}"
         elif where.startswith(_OURS):
             with suppress(ImportError):
-                found = getattr(importlib.import_module(where), name, None)
-                if str(getattr(found, "__module__", "")).startswith(_OURS):
+                member = getattr(importlib.import_module(where), name, None)
+                if str(getattr(member, "__module__", "")).startswith(_OURS):
                     return place
         elif file := self.files().get(f"{where.replace('.', '/')}.py"):
             return f"{file}:{name}"
@@ -294,7 +294,7 @@ _TEXTS = frozenset({"name"})
 
 
 def read_hosts(path: Path) -> dict[str, Any] | None:
-    """The object in a file of machines; None without a file. Raises ConfigError if it holds none."""
+    """The object in a file of machines; None if there is no file. Raises ConfigError if it holds no object."""
     try:
         said = parse_json(read_settings(path, MAX_BYTES))
     except FileNotFoundError:
@@ -311,7 +311,7 @@ def read_hosts(path: Path) -> dict[str, Any] | None:
 
 
 def checked(run: Path, spec: NodeSpec) -> NodeSpec:
-    """The description of a run, of which nothing is executed that another user or machine has chosen.
+    """The description of a run, if no other user or machine has chosen what it would execute.
 
     Raises:
         ConfigError: the folder was not filled by this user's gradstream, or was altered since.
@@ -329,7 +329,7 @@ def checked(run: Path, spec: NodeSpec) -> NodeSpec:
 
 
 def runs(spec: NodeSpec) -> str:
-    """What reading the job of a description executes, for people: its file with its arguments, and other code."""
+    """What is executed by reading the job of a description, for people: its file with its arguments, and other code."""
     named = sorted(
         {text for text in _texts([spec.plain, spec.strategy, spec.optimizer]) if _PLACE.fullmatch(text)}
     )
@@ -342,5 +342,5 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(one)
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(entry)

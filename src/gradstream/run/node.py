@@ -1,6 +1,6 @@
 """One node of a run as a process: `python -m gradstream.run.node --spec nodes.json --name worker-0`.
 
-The file is a `NodeSpec`; from it the node reads the job again and makes the plan of the run again.
+The file is a `NodeSpec`; from it the node reads the job again and plans the run again.
 Exit status: 0 finished, 1 failed itself, 3 ended because of another node, 75 stopped and resumable.
 """
 
@@ -64,7 +64,7 @@ EVENTS = "events.jsonl"
 _ENDS = tuple(
     b'{"event":"%s"' % kind.name.encode() for kind in (StartedEvent, FailedEvent, FinishedEvent, StoppedEvent)
 )
-"""Beginnings of the events that the launcher needs; where the disk stays full, it gets them by its pipe."""
+"""Beginnings of the events that the launcher needs; if the disk stays full, it gets them through its pipe."""
 
 LOCK = ".lock"
 LOCK_S = 20.0
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         spec = NodeSpec.read(arguments.spec)
-        sys.argv = spec.argv  # from now on: the user's code may read it later
+        sys.argv = spec.argv  # and leave it: the user's code may read it later
         run_kept(Path(spec.run_dir))
         job = spec.load()
         if arguments.name.startswith(("worker", "part")):
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(_run(spec, spec.plan(job), arguments, say))
     except Exception as error:
         return _failed(error, arguments.name, say, sys.stderr)
-    except (SystemExit, KeyboardInterrupt) as error:  # of the user's code: its words would be in no log
+    except (SystemExit, KeyboardInterrupt) as error:  # of the user's code: no log would show it
         message = f"{arguments.name}: the code of the job raised {type(error).__name__}: {error}"
         return _failed(UserCodeError(message, traceback_of(error)), arguments.name, say, sys.stderr)
 
@@ -105,7 +105,7 @@ async def run_node(
         say: sends a message to the launcher.
         log: file for the traceback of an error that ended the node.
         core: executor of arithmetic.
-        when_asked: called with a function that stops the run, where this node is the coordinator.
+        when_asked: called with a function that stops the run, if this node is the coordinator.
     """
     arguments = _arguments(argv)
     try:
@@ -119,7 +119,7 @@ async def run_node(
             with log.open("a", encoding="utf-8") as file:
                 file.write(text.getvalue())
         except OSError:
-            pass  # the disk is full; the launcher has the message
+            pass  # the disk is full, but the launcher has the message
         return status
 
 
@@ -186,7 +186,7 @@ def say_to(descriptor: int | None) -> Say:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback inside the user's code where there is one, else this error's."""
+    """The traceback inside the user's code, if there is one; else this error's."""
     if isinstance(error, UserCodeError) and error.traceback_text:
         return error.traceback_text
     return "".join(traceback.format_exception(error))
@@ -200,7 +200,7 @@ async def _run(
     core: Executor | None = None,
     when_asked: WhenAsked | None = None,
 ) -> int:
-    # Not with this module: it takes 0.05 s, and the launcher has no need of it.
+    # Not at the top of this module: it takes 0.05 s, and the launcher does not need it.
     from gradstream.transport.carriers import make_endpoint, make_memory
     from gradstream.transport.proof import Credentials
     from gradstream.transport.security import Tls
@@ -249,7 +249,7 @@ async def _run(
 
         def build(plan: RunPlan, clock: RunClock) -> Callable[[], Awaitable[None]]:
             if role == "shard":
-                from gradstream.run.shard import build_shard  # a run without servers does not import it
+                from gradstream.run.shard import build_shard  # not imported by a run without servers
 
                 return build_shard(plan, runtime, endpoint, int(rank), model, clock=clock).run
             worker = build_replica(plan, runtime, endpoint, model, clock=clock, carried=carried)
@@ -275,7 +275,7 @@ def _on_sigterm(stop: Callable[[], None]) -> None:
 
 
 async def _until_sigterm(run: Callable[[], Awaitable[None]], drain: Callable[[], None]) -> None:
-    """Runs a worker through a phase; it drains at SIGTERM. Between two phases it has nothing to hand in, and dies."""
+    """Runs a worker through a phase; it drains at SIGTERM. Between phases it has nothing to hand in, and dies."""
     _on_sigterm(drain)
     try:
         await run()
@@ -290,7 +290,7 @@ class _Kept:
     Args:
         root: run directory.
         job: id of the run.
-        again: an earlier process of this run's coordinator has died; otherwise what is stored belongs to an
+        again: whether an earlier process of this run's coordinator died; otherwise stored state belongs to an
             earlier part of the run, which has ended.
 
     Raises:
@@ -306,7 +306,7 @@ class _Kept:
         self.store = StateStore(root / STORE, job)
 
     def written(self) -> bytes:
-        """The end of the file of events, whose last line is made whole: half a line of a killed process is removed."""
+        """The end of the events file, made whole: the half-written line of a killed process is removed."""
         try:
             with open(self._root / EVENTS, "r+b") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -319,7 +319,7 @@ class _Kept:
             return b""
 
     def remove(self) -> None:
-        """Removes the store: nobody goes on from it."""
+        """Removes the store, since nobody continues from it."""
         for suffix in ("", "-wal", "-shm"):
             (self._root / f"{STORE}{suffix}").unlink(missing_ok=True)
 
@@ -349,8 +349,8 @@ async def _coordinate(
     leader = PhaseLeader(plan, runtime, endpoint, keeper, spread=spread, on_coordinator=begins)
     coordinator = leader.coordinator
     coordinator.membership.nodes.gone |= frozenset(without)
-    if coordinator.clock.zero_ns is not None:  # it goes on after another process, which has said so
-        say(zero_ns=coordinator.clock.zero_ns)  # a launcher that comes later hears of the last process alone
+    if coordinator.clock.zero_ns is not None:  # set by the process that it continues
+        say(zero_ns=coordinator.clock.zero_ns)  # a new launcher gets messages of the last process alone
     when_asked(leader.stop)
     await _listen(endpoint, runtime, 0.0 if kept is None or not kept.again else plan.job.deadlines.lease_s)
     say(address=endpoint.address)
@@ -358,10 +358,10 @@ async def _coordinate(
     if spread:
         silence_s = plan.job.deadlines.connection_s
         await endpoint.take_detours(silence_s)
-        endpoint.know(COORDINATOR, endpoint.address)  # its own detours begin here, as all others
+        endpoint.know(COORDINATOR, endpoint.address)  # its own detours begin here, like all others
         relay = Relay(runtime, endpoint, lambda event: leader.coordinator.emit(event), silence_s=silence_s)
     if kept is None or not kept.again:
-        take_request(runtime.storage)  # of an earlier part of the run
+        take_request(runtime.storage)  # left over from an earlier part of the run
     requests = runtime.spawn(follow_requests(runtime, leader.reshard), name="reshards")
     outcome = await leader.run()
     coordinator = leader.coordinator
@@ -393,7 +393,7 @@ async def _listen(endpoint: Endpoint, runtime: Runtime, wait_s: float) -> None:
 
 
 async def write_rest(log: EventLog, runtime: Runtime, wait_s: float, say: Say) -> None:
-    """Waits up to `wait_s` for room for the last events; then sends the launcher those that the file lacks."""
+    """Waits up to `wait_s` for disk space for the last events; then sends the launcher those that the file lacks."""
     give_up_ns = runtime.now() + round(wait_s * 1e9)
     while not log.flush():
         if runtime.now() >= give_up_ns:

@@ -1,4 +1,4 @@
-"""The plan of a run as JSON: the launcher writes it, and each node reads the job again by it."""
+"""The plan of a run as JSON: the launcher writes it, and each node reads the job again from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _optimizer_of(plan: RunPlan, job: Job) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """The plan of a run as nodes.json holds it.
+    """The plan of a run, as nodes.json holds it.
 
     Args:
         job: place of the job (see `Job.spec`); "" if it is in no file, as in a notebook.
@@ -39,18 +39,18 @@ class NodeSpec:
         run_dir: run directory.
         plain: fields of the job that are plain values.
         strategy, optimizer: as the registry describes them.
-        resume: where the run goes on, as `Resume.as_json` gives it; None where it begins.
-        script: the user's script, where the workers run a training loop in it; the other nodes do not run it.
-        data: what the workers compare of the data, by name; see `data.alike.checks_of`.
+        resume: where the run continues, as `Resume.as_json` writes it; None if it is new.
+        script: the user's script, if the workers run its training loop; the other nodes do not run it.
+        data: properties of the data that the workers compare, by name; see `data.alike.checks_of`.
         hash_seed: PYTHONHASHSEED of the nodes.
         trial: whether nothing of the run is kept, so that files need not be synchronized to the disk.
         elsewhere: whether the nodes are on another machine than the launcher, with another run directory: they
             write and read checkpoints through the coordinator.
-        per_machine: number of workers on each machine, where they run a script.
+        per_machine: number of workers on each machine, if they run a script.
         meeting: host:port at which the script's own torch.distributed meets; "" if torchrun or another
             launcher has started the script.
         imports: where the launcher imports the user's modules from; see `users_folder`.
-        seal: what shows that this user's gradstream wrote it; see `run/launches.py`.
+        seal: shows that this user's gradstream wrote it; see `run/launches.py`.
     """
 
     id: str
@@ -73,7 +73,7 @@ class NodeSpec:
 
     @classmethod
     def of(cls, plan: RunPlan, run_dir: Path) -> NodeSpec:
-        """The description of a plan. A job that is not in a file can be run, but not be read again."""
+        """The description of a plan. A job that is not in a file can be run, but not read again."""
         job = plan.whole or plan.job
         return cls(
             id=plan.id,
@@ -91,7 +91,7 @@ class NodeSpec:
 
     @classmethod
     def read(cls, path: Path) -> NodeSpec:
-        """Reads a spec from a file. Raises ConfigError if it holds none, FileNotFoundError without a file."""
+        """Reads a spec from a file. Raises ConfigError if it holds none, FileNotFoundError if there is no file."""
         record = read_record(path)
         try:
             check_record(cls, record)
@@ -104,7 +104,7 @@ class NodeSpec:
 
     @property
     def argv(self) -> list[str]:
-        """The command line that the user's file finds as sys.argv."""
+        """The command line that the user's file finds in sys.argv."""
         return list(self.plain.get("argv") or sys.argv)
 
     def load(self) -> Job:
@@ -116,7 +116,7 @@ class NodeSpec:
         return self._load(self.script or self.job)
 
     def plan(self, job: Job) -> RunPlan:
-        """The launcher's plan, made again of the job as this node has it. Raises ConfigError."""
+        """The launcher's plan, made again from this node's job. Raises ConfigError."""
         resume = None if self.resume is None else Resume.of_json(self.resume)
         return plan_run(job, self.id, resume=resume)
 
@@ -130,7 +130,7 @@ class NodeSpec:
 
     @property
     def same_data(self) -> str:
-        """What to do where two processes make different data."""
+        """What to do if two processes make different data."""
         return (
             "give the random generator a seed, numpy.random.default_rng(0), or read the data from a file; sort what "
             "comes from a set or from a folder, sorted(os.listdir(...)); a process that gradstream has not started "
@@ -145,9 +145,9 @@ class NodeSpec:
             )
         import_from(self.imports)
         loaded = load_job(job, earlier=[Path(path) for path in self.earlier], argv=self.argv)
-        # A class that is defined in the job file has no place: the fields of the file's own object are changed.
+        # A class defined in the job file has no place: the fields of the file's own object are changed.
         strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
-        optimizer = None  # of a job with phases, each of which takes that of its strategy
+        optimizer = None  # of a job with phases, each of which takes its strategy's
         if self.optimizer:
             optimizer = find_optimizer(
                 self.optimizer["class"] or loaded.optimizer or strategy.optimizer(), self.optimizer["fields"]

@@ -134,7 +134,7 @@ def _membership(
     deadlines = plan.job.deadlines
     balance = assignment = None
     run, phase = (
-        None if one is None else StoppingCriterion(one) for one in (plan.job.until, plan.phase_until)
+        None if until is None else StoppingCriterion(until) for until in (plan.job.until, plan.phase_until)
     )
     if isinstance(ledger, Ledger):
         if started.in_rounds and plan.balanced:
@@ -169,7 +169,7 @@ def _membership(
 
 
 def _announced(plan: RunPlan, whole: Job, started: StartedEvent) -> PhaseEvent:
-    """The event with which a phase of the job begins."""
+    """The event that announces a phase of the job."""
     job, number = plan.job, plan.phase.number
     sizes = [job.batch_size] * plan.workers if isinstance(job.batch_size, int) else list(job.batch_size)
     return PhaseEvent(
@@ -264,14 +264,14 @@ def build_worker(
 ) -> WorkerNode:
     """Builds one worker, with its own instance of the model; its endpoint knows the coordinator.
 
-    `clock` is that of the node's events, where it has one already, and `carried` that of the process.
+    `clock` is the clock of the node's events, if it has one already, and `carried` is the process's.
     """
     config = worker_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, log=recording_of(plan, runtime))
     member = member_of(plan, runtime, endpoint, "worker", rank, clock=clock)
     if carried is not None and carried.boundary != plan.phase.boundary:
-        carried.forget()  # this process was in no phase since
+        carried.forget()  # this process has been in no phase since
     return WorkerNode(runtime, endpoint, member, config, carried)
 
 
@@ -287,7 +287,7 @@ def build_replica(
     """Builds the process of a replica that the endpoint's name says: the worker, or one of its parts.
 
     Args:
-        model: the whole model, not yet built, of which a part of a split replica keeps its own.
+        model: the whole model, not yet built; a part of a split replica keeps its own part of it.
         plan, runtime, endpoint, clock, carried: as for `build_worker`.
     """
     name = endpoint.identity.name
@@ -317,7 +317,7 @@ def _model_of(plan: RunPlan, model: Model, part: int) -> Model:
 
 
 def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | None:
-    """The update rule that looks at names, on the vector of a part of the whole model; see `RunPlan.grouped`."""
+    """The update rule that needs parameter names, for a part of the whole model; see `RunPlan.grouped`."""
     return plan.grouped(_model_of(plan, model, part)) if plan.by_name else None
 
 
@@ -325,8 +325,8 @@ def check_model(plan: RunPlan) -> None:
     """Refuses a model before anything is started, if it cannot be divided, or its rule by tensors does not fit it.
 
     Raises:
-        ConfigError: it cannot be divided, or not into so many parts; its parts cannot follow the schedule, or not with
-            so many micro-batches, or send no activations of the dtype; or a group matches none of its parameters.
+        ConfigError: it cannot be divided, or not into this many parts; its parts cannot follow the schedule, or
+            not with this many micro-batches, or send no activations of the dtype; or a group matches no parameter.
     """
     if plan.parts > 1 and not plan.open_ended:
         model, job = _model_of(plan, build_model(plan.job), 0), plan.job
@@ -341,7 +341,7 @@ def check_model(plan: RunPlan) -> None:
 
 
 def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> WorkerConfig:
-    """What a worker, or a part of its replica, has of the plan; see `build_replica`."""
+    """The configuration of a worker, or of a part of its replica; see `build_replica`."""
     how = "auto"
     if isinstance(plan.strategy, GroupStrategy):
         how = plan.strategy.algorithm if plan.strategy.exchange == "auto" else plan.strategy.exchange
@@ -352,7 +352,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
 
 
 def recording_of(plan: RunPlan, runtime: Runtime) -> Log:
-    """The recording to which a node writes the order of its events, so that a replay can repeat it."""
+    """The recording of the order of a node's events, for a replay."""
     path = f"{FOLDER}/{plan.id}/{runtime.node}.rec"
     resume = None if plan.resume is None else plan.resume.as_json()
     return Log(runtime.storage, path, {**origin_of(runtime.node, plan.id), "resume": resume})

@@ -1,11 +1,11 @@
-"""`Place`: which of several processes this one is, as the engine that has started them says. Pure.
+"""`Place`: which of several processes this one is, according to the engine that started them. Pure.
 
     torchrun     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     Slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_RESTART_COUNT  (by srun)
     Kubernetes   JOB_COMPLETION_INDEX; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (from the manifest)
     ssh, Ray     GRADSTREAM_NODE; the same  (from `gradstream launch --hosts` and `--engine ray`)
 
-Where GRADSTREAM_LEAST is set too, so many processes begin, and the engine may start the others later.
+If GRADSTREAM_LEAST is set too, that many processes begin, and the engine may start the others later.
 
 Process 0 starts the run, and the others join it. They meet at a port of its machine.
 """
@@ -24,7 +24,7 @@ PORT, NODES, HOST, RUN = "GRADSTREAM_PORT", "GRADSTREAM_NODES", "GRADSTREAM_HOST
 NODE, LEAST = "GRADSTREAM_NODE", "GRADSTREAM_LEAST"
 DEFAULT_PORT = 29400
 SLURM_PORTS = (20000, 10000)
-"""First port, and number of ports, of which a job of Slurm takes one by its number: jobs share machines."""
+"""First port, and number of ports, from which a Slurm job takes one by its number: jobs share machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class Place:
     """The place of this process.
 
     Args:
-        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes", "gradstream".
+        engine: name of the program that started it: "torchrun", "Slurm", "Kubernetes", "gradstream".
         rank: its number, from 0.
         size: number of processes, at least 2.
         host: host name or address of process 0.
         port: port on that host at which the processes meet.
         job: the engine's name for this job, the same when the job is started again; "" if it has none.
-        restarts: how often the engine has started this job before.
-        least: number of processes with which the run begins, where the engine may start others later, on any machine;
-            0 where it has started all of them.
+        restarts: how often the engine started this job before.
+        least: number of processes with which the run begins, if the engine may start others later, on any machine;
+            0 if it starts all of them.
     """
 
     engine: str
@@ -54,10 +54,10 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:
-    """The place that an engine has set in the environment; None if none has, or it has started one process.
+    """The place that an engine set in the environment; None if none did, or if it started only one process.
 
     Raises:
-        ConfigError: variables contradict each other, are no numbers, or one of them is missing.
+        ConfigError: variables contradict each other, are not numbers, or are missing.
     """
     for find in (_of_torchrun, _of_slurm, _of_nodes):
         place = find(environment)
@@ -73,9 +73,9 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a list as Slurm writes it: "node07" of "node[07-09,12],login"."""
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", found[0]) if found else ""
+    """The first host of a list in Slurm's notation: "node07" of "node[07-09,12],login"."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0]) if match else ""
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
@@ -95,7 +95,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Place | None:
-    """Reads variables of a step, which srun has started: a batch script has those of the job, and is one process."""
+    """Reads the variables of a step that srun started: a batch script has those of the job, and is one process."""
     if "SLURM_STEP_NUM_TASKS" not in environment:
         return None
     job = _number(environment, "SLURM_JOB_ID", "srun")
@@ -113,13 +113,13 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
 
 
 def _of_nodes(environment: Mapping[str, str]) -> Place | None:
-    """Where a manifest or a launcher says how many are one run: the pods of an indexed Job may be so many runs."""
+    """A place only if the number of processes is set: pods of an indexed Job may be separate runs."""
     if NODES not in environment:
         return None
-    ours = NODE in environment
-    rank = NODE if ours else "JOB_COMPLETION_INDEX"
+    is_ours = NODE in environment
+    rank = NODE if is_ours else "JOB_COMPLETION_INDEX"
     return Place(
-        engine="gradstream" if ours else "Kubernetes",
+        engine="gradstream" if is_ours else "Kubernetes",
         rank=_number(environment, rank, "Kubernetes, in the pods of an indexed Job"),
         size=_number(environment, NODES, "the manifest"),
         host=_text(environment, HOST, "the manifest: the name of the first pod, JOB-0.SERVICE"),

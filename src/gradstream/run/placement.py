@@ -1,4 +1,4 @@
-"""Tells a process which worker it is, where `gradstream train` has started it, and keeps its script's session."""
+"""Tells a process started by `gradstream train` which worker it is, and keeps its script's session."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def handed_out(spec: str) -> list[str]:
 
 def newest_in(run_dir: Path) -> str:
     """Folder of the newest checkpoint of a run; "" if there is none."""
-    folders = [one.folder for one in kept(DiskStorage(run_dir))]
+    folders = [checkpoint.folder for checkpoint in kept(DiskStorage(run_dir))]
     return folders[-1] if folders else ""
 
 
@@ -101,12 +101,12 @@ class ScriptSession(Protocol):
 
     @property
     def resumable(self) -> bool:
-        """Whether the script asks where the run goes on, so that a resumed run would not begin again."""
+        """Whether the script asks where the run continues, so that a resumed run would not start over."""
         ...
 
     @property
     def aborted(self) -> bool:
-        """Whether the run has ended because of another node, which reports why."""
+        """Whether the run ended because of another node, which reports why."""
         ...
 
     def finish(self) -> None:
@@ -114,7 +114,7 @@ class ScriptSession(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run for all workers, since the script has ended with an exception. Never raises."""
+        """Ends the run for all workers, since the script raised an exception. Never raises."""
         ...
 
 
@@ -136,7 +136,7 @@ def running() -> ScriptSession | None:
 
 
 # ---- script ------------------------------------------------------------------------------
-# Runs a script with a training loop of its own, as one worker of `gradstream train`.
+# Runs a script with its own training loop, as one worker of `gradstream train`.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,7 +178,7 @@ def _run(script: Path, name: str, say: Say) -> int:
         if error.code not in (None, 0):
             return _failed(UserCodeError(f"{name}: the script ended with status {error.code!r}"), name, say)
     except GradstreamError as error:
-        # the run has failed, here or elsewhere, or the script has misused the session
+        # The run failed, here or elsewhere, or the script misused the session.
         return _failed(error, name, say)
     except BaseException as error:
         text = traceback_in(script.resolve(), error)
@@ -201,7 +201,7 @@ def _failed(error: GradstreamError, name: str, say: Say) -> int:
     text = traceback_of(error)
     sys.stderr.write(text)
     if session is not None and session.aborted:
-        return ABORTED  # the coordinator has ended the run and knows why
+        return ABORTED  # the coordinator ended the run and knows why
     if session is not None:
         session.fail(error)
     say(error=type(error).__name__, message=str(error), traceback=text)

@@ -1,4 +1,4 @@
-"""What is made before the nodes of a run are started: options, lock, files, cluster, the port of a script."""
+"""Prepares a run before its nodes are started: options, lock, files, cluster, the port of a script."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from gradstream.untrusted import say
 OnAddress = Callable[[Path, str, Sequence[str]], None]
 
 FORKED_BYTES = 25_000_000
-"""Least memory of its own of a forked node: without vectors, and without what it shares with the other nodes."""
+"""Least private memory of a forked node: without vectors, and without what it shares with the other nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """What the launcher of a detached run is given: it holds the lock of the run, and others may have begun its work.
+    """Options for the launcher of a detached run: it holds the run's lock, and others may have begun its work.
 
     Args:
         signals: the signals of this process, which are handled already.
         credentials: of the nodes.
         events_from: where this part of the run begins in its events, in bytes.
-        adopts: whether another launcher has started the nodes, and died.
+        adopts: whether another launcher started the nodes, and died.
     """
 
     signals: StopSignals
@@ -82,7 +82,7 @@ class LaunchOptions:
 
     @property
     def adopts(self) -> bool:
-        """Whether the nodes of a launcher that has died are there."""
+        """Whether the nodes of a dead launcher are there."""
         return self.detached is not None and self.detached.adopts
 
 
@@ -99,7 +99,7 @@ class Preparation:
         self._run_dir = run_dir
         self._options = options
         self._meeting = ""  # host:port at which a script's own process group meets
-        begun = run_dir / "nodes.json"  # of a run that goes on
+        begun = run_dir / "nodes.json"  # exists if the run continues
         self._hash_seed = NodeSpec.read(begun).hash_seed if begun.is_file() else hash_seed()
 
     @contextmanager
@@ -139,7 +139,7 @@ class Preparation:
             write_records(self._plan, spec, self._environment, as_threads=as_threads)
 
     def cluster(self) -> AbstractContextManager[Cluster]:
-        """Writes the files, unless they are there, and makes the cluster. Raises DiskError if there is no room."""
+        """Writes the files, unless they exist, and makes the cluster. Raises DiskError if there is no room."""
         options, logs = self._options, self._run_dir / "logs"
         if not (options.as_threads or options.adopts):
             self._check_machine()
@@ -173,7 +173,7 @@ class Preparation:
             )
 
     def _say_what_is_odd(self) -> None:
-        """Says what is allowed, and seldom meant."""
+        """Warns about settings that are allowed, but seldom meant."""
         job, cores = self._plan.job, len(os.sched_getaffinity(0))
         if self._options.is_trial:
             return
@@ -203,7 +203,7 @@ class Preparation:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises DiskError if the directory does not take files before the nodes are started."""
+        """Raises DiskError if the directory cannot be written before the nodes are started."""
         try:
             yield
         except OSError as error:
@@ -221,7 +221,7 @@ class Preparation:
 
     @property
     def _per_machine(self) -> int:
-        """Number of workers, and parts of replicas, on this machine, and on each of the others."""
+        """Number of workers, and parts of replicas, on each machine."""
         listening = self._options.listening
         if listening is None or self._options.on_address is not None:
             return self._plan.most_workers * self._plan.parts

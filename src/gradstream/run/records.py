@@ -35,7 +35,7 @@ class Entry:
 
     Args:
         key: "workers", or "strategy.push_every".
-        value: as JSON holds it.
+        value: in the form of JSON.
         origin: "default", the job file's name, "gradstream.toml:3", "GRADSTREAM_WORKERS", "--workers",
             or "argument": one of `train`.
     """
@@ -46,9 +46,9 @@ class Entry:
 
 
 def effective(plan: RunPlan) -> list[Entry]:
-    """Every value of a planned run, those of its strategy and optimizer included.
+    """Every value of a planned run, including those of its strategy and optimizer.
 
-    Values of None, which leave a choice open, are left out.
+    Values of None, which leave a choice open, are omitted.
     """
     job = plan.whole or plan.job
     own = Path(job.spec.partition(":")[0]).name if job.spec else "given"
@@ -95,7 +95,7 @@ def to_toml(plan: RunPlan) -> str:
     if job.chunk_elems is None:
         lines.append("# chunk_elems: automatic, by the size of the model; the event 'started' tells")
     table = ""
-    for entry in sorted(effective(plan), key=lambda one: "." in one.key):
+    for entry in sorted(effective(plan), key=lambda setting: "." in setting.key):
         head, _, tail = entry.key.rpartition(".")
         if head != table:
             lines += ["", f"[{head}]"]
@@ -114,7 +114,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _toml(value: Any) -> str:
-    """A TOML value: for strings, numbers, booleans and flat lists JSON's notation is TOML's."""
+    """A TOML value: for strings, numbers, booleans and flat lists, JSON's notation is TOML's."""
     if isinstance(value, Mapping):
         entries = {key: entry for key, entry in value.items() if entry is not None}  # TOML has no null
         return "{" + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in entries.items()) + "}"
@@ -127,7 +127,7 @@ def _toml(value: Any) -> str:
 
 
 def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str], *, as_threads: bool) -> None:
-    """Writes config.toml, nodes.json, a copy of the user's code and, where the run begins, run.json.
+    """Writes config.toml, nodes.json, a copy of the user's code and, if the run is new, run.json.
 
     Each file is replaced atomically: a run can be killed here, and resumed.
 
@@ -137,10 +137,10 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
         as_threads: whether nodes are threads of this process.
 
     Raises:
-        OSError: the disk does not take them.
+        OSError: the disk fails.
     """
     job, storage = plan.job, DiskStorage(Path(spec.run_dir))
-    if job.spec:  # else no other process reads it
+    if job.spec:  # otherwise no other process reads it
         keep(users_code(job.spec), storage.root)
     storage.write("config.toml", to_toml(plan).encode())
     if job.record:
@@ -160,9 +160,9 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
 
 
 def write_spec(spec: NodeSpec, run: Path | None = None) -> None:
-    """Writes nodes.json with its seal, into the run's folder or another. Raises OSError if the disk does not take it.
+    """Writes nodes.json with its seal, into the run's folder or another. Raises OSError if the disk fails.
 
-    Without a place for the key the run goes on, and a message says what will ask.
+    If there is no place for the key, the run goes on, and a message says which commands will ask.
     """
     run = run or Path(spec.run_dir)
     try:
@@ -173,7 +173,7 @@ def write_spec(spec: NodeSpec, run: Path | None = None) -> None:
 
 
 def add_to_run_json(run_dir: Path, entries: Mapping[str, Any]) -> None:
-    """Adds entries to run.json. Raises OSError if the disk does not take it, ConfigError for a damaged file."""
+    """Adds entries to run.json. Raises OSError if the disk fails, ConfigError for a damaged file."""
     info = read_record(run_dir / "run.json") | dict(entries)
     DiskStorage(run_dir).write("run.json", _json(info))
 

@@ -1,7 +1,7 @@
-"""A change of a run's shards from outside of its nodes: how it is asked for, and what the launcher does.
+"""A request from outside to change a run's shards: how it is made, and what the launcher does.
 
 A request is a file in the run directory, which the coordinator takes. The launcher learns from the events which
-shards it has to start, and which of them hold the parameters; so does another launcher that takes the run over.
+shards it has to start, and which of them hold the parameters; so does a launcher that takes over the run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ REQUEST = "reshard.json"
 """The file of a request, in the run directory."""
 
 POLL_S = 0.1
-"""Seconds between two looks for a request."""
+"""Seconds between two checks for a request."""
 
 MAX_BYTES = 256
 
 
 def ask(run_dir: Path, servers: int) -> str:
-    """Asks a run for another number of shards. Returns the token of the request, which the events about it have.
+    """Requests another number of shards. Returns the token of the request, which the events about it have.
 
     Raises:
         ConfigError: the run has not taken an earlier request yet, or the directory cannot be written.
@@ -48,7 +48,7 @@ def ask(run_dir: Path, servers: int) -> str:
 
 
 def take_request(storage: Storage) -> tuple[int, str] | None:
-    """Takes the request that waits: number of shards, and token. None if there is none, or no sensible one."""
+    """Takes the pending request: number of shards, and token. None if there is none, or no sensible one."""
     try:
         size_bytes = storage.size(REQUEST)
         data = storage.read_at(REQUEST, 0, min(size_bytes, MAX_BYTES))
@@ -63,14 +63,14 @@ def take_request(storage: Storage) -> tuple[int, str] | None:
 
 
 async def follow_requests(runtime: Runtime, reshard: Callable[[int, str], object]) -> None:
-    """Passes requests on to the coordinator, until it is cancelled; those that are refused are in the events."""
+    """Passes requests on to the coordinator, until it is cancelled; the events report refused requests."""
     while True:
         request = take_request(runtime.storage)
         if request is not None:
             try:
                 reshard(*request)
             except ConfigError:
-                pass  # the coordinator has said so
+                pass  # the coordinator has reported it
         await runtime.sleep(POLL_S)
 
 
@@ -102,5 +102,5 @@ class ShardChanges:
         return due
 
     def is_extra(self, name: str) -> bool:
-        """Whether a node is a shard that holds no parameters: a new one, or one that others have replaced."""
+        """Whether a node is a shard that holds no parameters: a new shard, or a replaced one."""
         return name.startswith("shard") and name not in self.holders

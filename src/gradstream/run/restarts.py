@@ -1,4 +1,4 @@
-"""Decides which lost nodes the launcher starts again, when, and which stand still: `Comebacks`; and `Succession`.
+"""Decides which lost nodes the launcher restarts, when, and which stand still: `Comebacks`; and `Succession`.
 
 Pure: no process is started or killed here.
 """
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from gradstream.coordinator.phases import LossTolerance
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
-"""Seconds before the second restart of a node, and the most seconds before any; they double from one to the next."""
+"""Seconds before the second restart of a node, and the most seconds before any; they double each time."""
 
 RESCUE_S = 2.0
-"""Seconds that another machine has to say that the process of a shard has ended, once the run has lost the shard."""
+"""Seconds for another machine to report that a shard's process has ended, once the run has lost the shard."""
 
 STILL_S = 2.0
 """Seconds after which the process of a lost worker stands still, if it has not ended by itself."""
 
 CALM_S = 60.0
-"""Seconds after which a node that was started again counts as well: its next restart is at once again."""
+"""Seconds after which a restarted node counts as healthy: its next restart is immediate again."""
 
 VAIN_STARTS = 3
 """Processes of the coordinator, one after the other, that may die before they serve."""
@@ -39,8 +39,8 @@ class _Node:
 class Restarts:
     """The restarts of all workers and shards.
 
-    A node that dies for the first time is started at once. One that dies soon after a restart waits, each time twice
-    as long: where a machine has too little memory, say, its worker must not take all the time of the others.
+    A node that dies for the first time is restarted at once. If it dies soon after a restart, it waits twice as long
+    each time: for example, a worker that runs out of memory must not take all the time of the others.
 
     Args:
         limit: the most restarts of each node.
@@ -63,7 +63,11 @@ class Restarts:
 
     def take_due(self, at_s: float) -> list[str]:
         """The nodes to start now; they count as started."""
-        due = [name for name, one in self._nodes.items() if one.due_s is not None and one.due_s <= at_s]
+        due = [
+            name
+            for name, restart in self._nodes.items()
+            if restart.due_s is not None and restart.due_s <= at_s
+        ]
         for name in due:
             node = self._nodes[name]
             node.count, node.started_s, node.due_s = node.count + 1, at_s, None
@@ -77,8 +81,8 @@ class Succession:
         is_kept: whether the coordinator's state is kept in a file.
 
     Attributes:
-        stored: whether what a new process would find is the newest state.
-        address: where the first of them serves, and the others again; "" before.
+        stored: whether a new process would find the newest state.
+        address: where the first of them serves, and its successors again; "" before.
     """
 
     def __init__(self, is_kept: bool) -> None:
@@ -87,7 +91,7 @@ class Succession:
         self._vain = 0
 
     def serves(self, address: str) -> None:
-        """Notes that the present process serves."""
+        """Notes that the current process serves."""
         self.address = self.address or address
         self._vain = 0
 
@@ -96,17 +100,17 @@ class Succession:
 
         Args:
             status: exit status; minus the number of the signal that killed it.
-            training: whether training has begun, which is when the state is kept from.
+            training: whether training has begun: the state is kept from then on.
         """
         self._vain += 1
         return status < 0 and training and self.stored and self._vain <= VAIN_STARTS
 
 
 class Comebacks:
-    """Which lost nodes a new process takes the place of, and when.
+    """Which lost nodes a new process replaces, and when.
 
-    The run counts each process that ends as lost, before or after the launcher hears of its end. So while a node was
-    lost more often than processes of it have ended, one of them is still there, because it stands still.
+    The run counts each process that ends as lost, before or after the launcher learns of its end. So while a node was
+    lost more often than its processes have ended, one of them still exists, because it stands still.
 
     Args:
         losses: what becomes of the run when a node is lost.
@@ -124,11 +128,11 @@ class Comebacks:
         self._restarts = Restarts(limit)
         self._left = Counter[
             str
-        ]()  # by node: how often the run has lost it, less the processes that have ended
+        ]()  # by node: how often the run has lost it, minus the processes that have ended
         self._since_s: dict[str, float] = {}
 
     def replaces(self, name: str) -> bool:
-        """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
+        """Whether a new process replaces a lost one: for a shard, even while the run is being stopped."""
         if name.startswith("shard"):
             return self._losses.acknowledge != "applied"
         return name.startswith(("worker", "part")) and self._losses.replaces and not self.stopping
@@ -144,12 +148,12 @@ class Comebacks:
         self._left[name] -= 1
 
     def start_soon(self, name: str, at_s: float) -> None:
-        """Has a node started again, when its turn comes."""
+        """Schedules the restart of a node."""
         if self.replaces(name):
             self._restarts.ended(name, at_s)
 
     def unheard(self, at_s: float) -> list[str]:
-        """The shards of other machines that the run has lost, of whose processes nobody says that they have ended."""
+        """The lost shards of other machines whose processes nobody has reported as ended."""
         return [name for name in self._there(at_s, RESCUE_S) if name.startswith("shard")]
 
     def stand_still(self, at_s: float) -> list[str]:
@@ -158,7 +162,7 @@ class Comebacks:
         return [name for name in there if not name.startswith("shard") and self.replaces(name)]
 
     def _there(self, at_s: float, for_s: float) -> list[str]:
-        """The nodes that the run has lost for so long, of whose processes nobody has said that they have ended."""
+        """The nodes that the run lost at least this long ago, whose processes nobody has reported as ended."""
         since = self._since_s.items()
         return [name for name, from_s in since if self._left[name] > 0 and at_s - from_s > for_s]
 

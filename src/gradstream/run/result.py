@@ -61,11 +61,11 @@ class Run:
 
     Args:
         path: the run directory; None if nothing was written.
-        parameters: trained parameters under the user's own names, in the model's order, and its buffers
-            behind them; empty after a shape-only simulation.
-        events: every event of the run, as `events.jsonl` holds them.
+        parameters: trained parameters under the user's own names, in the model's order, followed by its buffers;
+            empty after a shape-only simulation.
+        events: every event of the run, as in `events.jsonl`.
         info: contents of `run.json`: versions, machine, environment.
-        model: the model by which `evaluate` computes outputs.
+        model: the model with which `evaluate` computes outputs.
         data: the data set whose held-out samples `evaluate` takes by default.
         metrics: further metrics of `evaluate`, by name.
         recording: files of a recorded simulation, by name, for `gradstream.ext.replay.replay`.
@@ -111,14 +111,14 @@ class Run:
             by: "link" has a row for each pair of worker and shard; "worker", "shard" and "run" sum over the rest.
 
         Returns:
-            Rows of worker, shard, chunks, mean, p50, p99, largest, histogram; none where workers exchange in
-            a group. Where they share a vector in memory, τ and rows count minibatches.
+            Rows of worker, shard, chunks, mean, p50, p99, largest, histogram; none if workers exchange in
+            a group. If they share a vector in memory, τ and rows count minibatches.
         """
         return staleness_by(self.events, by)
 
     @classmethod
     def load(cls, path: str | Path, *, model: Model | None = None, data: Dataset | None = None) -> Run:
-        """Reads a run directory, also of a run that failed or is still going on.
+        """Reads a run directory, even of a run that failed or is still going on.
 
         Args:
             path: the run directory.
@@ -146,7 +146,7 @@ class Run:
         Path(path).write_bytes(save(self.parameters))
 
     def evaluate(self, data: Dataset | None = None, *, batch_size: int = 256) -> Evaluation:
-        """Evaluates the model on every held-out sample of `data`, by default of the data that it was trained on.
+        """Evaluates the model on every held-out sample of `data`, by default of the data on which it was trained.
 
         Integer targets mean classification, with one output per class along the last axis; other targets
         mean regression. The result also holds the run's metrics.
@@ -172,7 +172,7 @@ class Run:
                 "Its newest checkpoint: gradstream evaluate RUN; or end it first: gradstream resume RUN"
             )
         flat = flatten(self.model, self.parameters)
-        with with_buffers(self.model, self.parameters):  # for this call: the model may be trained again
+        with with_buffers(self.model, self.parameters):  # for this call only: the model may be trained again
             return evaluate(self.model, flat, data, self.metrics, batch_size=batch_size)
 
     def report(self, path: str | Path, *, price: float | None = None) -> Path:
@@ -180,7 +180,7 @@ class Run:
 
         Args:
             path: the file; an existing one is overwritten.
-            price: price of one machine for an hour, in any currency; the report then shows the cost of the run.
+            price: price of a machine per hour, in any currency; the report then shows the cost of the run.
         """
         source = PageSource(
             events=self.events,
@@ -201,7 +201,7 @@ class Run:
         return "\n".join(["Run", *lines])
 
     def _repr_html_(self) -> str:
-        """The same in a notebook, with the curve of the loss."""
+        """The same in a notebook, with the loss curve."""
         return run_html(self._rows(), self.events)
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -279,7 +279,7 @@ def _short(value: object) -> str:
 
 
 def _written(path: Path, text: str) -> Path:
-    """Writes a file as UTF-8, whatever the locale. A link at its place is replaced, and what it leads to stays."""
+    """Writes a file as UTF-8, whatever the locale. Replaces a link at its place, not the file that it leads to."""
     if path.exists() and not path.is_file():  # /dev/stdout
         path.write_text(text, encoding="utf-8")
         return path
@@ -293,17 +293,17 @@ def _written(path: Path, text: str) -> Path:
 
 
 # ---- reopen ------------------------------------------------------------------------------
-# Opens a run directory again: the job that it was made from, and parameters that it has kept.
+# Opens a run directory again: the job that made it, and the parameters that it kept.
 
 
 def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = None) -> tuple[Run, Path]:
     """The run with its model and data, ready for `evaluate`, and the file of its parameters.
 
     Args:
-        path: a run directory; the run may have failed, if it has kept a checkpoint.
+        path: a run directory; the run may have failed, if it kept a checkpoint.
         checkpoint: "final", "best", or the name of a checkpoint: "step-00000120". None takes the final
             parameters, or else the newest checkpoint.
-        data: another data set than the job's.
+        data: a data set that replaces the job's.
 
     Raises:
         ConfigError: this is not a run directory, its job cannot be read again, or there are no parameters.
@@ -331,12 +331,12 @@ def job_of_run(path: Path) -> Job:
 
 
 def spec_of_run(path: Path) -> NodeSpec:
-    """The description of a run's plan, to be executed. Raises ConfigError as `described`, and as `checked`."""
+    """The description of a run's plan, to be executed. Raises ConfigError as `described` and `checked`."""
     return checked(path, described(path))
 
 
 def described(path: Path) -> NodeSpec:
-    """The description of a run's plan, to be read alone. Raises ConfigError without a run, or for another version's."""
+    """The description of a run's plan, only to be read. Raises ConfigError if there is none of this version."""
     try:
         spec = NodeSpec.read(path / "nodes.json")
     except FileNotFoundError:
@@ -352,7 +352,7 @@ def described(path: Path) -> NodeSpec:
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
     """The file of a run's final parameters, or of a checkpoint, which is verified first.
 
-    Where the newest checkpoint was torn or altered, the one before is taken, with a warning.
+    If the newest checkpoint was torn or altered, the one before is taken, with a warning.
 
     Args:
         path, checkpoint: see `reopen`.
@@ -367,20 +367,20 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
     if checkpoint is None:
         _check_unfinished(path)
         damaged: list[DataError] = []
-        found = newest(storage, damaged.append)
-        if found is None and damaged:
+        newest_good = newest(storage, damaged.append)
+        if newest_good is None and damaged:
             named = "".join(f"\n  {error}" for error in damaged)
             raise DataError(f"{path} has no parameters: all of its checkpoints are damaged:{named}")
         for error in damaged:
             warnings.warn(f"{escaped(str(error), TEXT_BYTES)}; the one before is used", stacklevel=2)
-        if found is None and not (path / "run.json").is_file():
+        if newest_good is None and not (path / "run.json").is_file():
             raise ConfigError(f"{path} is not a run directory: it has no run.json")
-        if found is None:
+        if newest_good is None:
             raise ConfigError(
                 f"{path} has no parameters: the run did not finish, and it has no checkpoint; run the job again, with "
                 "checkpoint_every= to keep checkpoints"
             )
-        return path / found[0] / FINAL_MODEL.name
+        return path / newest_good[0] / FINAL_MODEL.name
     there = {kept.parent.name: kept for kept in sorted((path / FOLDER).glob("[!.]*/model.safetensors"))}
     name = checkpoint.rstrip("/").rpartition("/")[2]
     if name not in there:
@@ -393,9 +393,9 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
 
 
 def _check_unfinished(path: Path) -> None:
-    """Raises ConfigError if the run has finished: its final parameters are missing, and a checkpoint is older."""
+    """Raises ConfigError if the run has finished: its final parameters are missing, and any checkpoint is older."""
     if status_of(read_events(path / "events.jsonl")) == "finished":
-        older = sorted(one.name for one in (path / FOLDER).glob("step-*"))
+        older = sorted(folder.name for folder in (path / FOLDER).glob("step-*"))
         raise ConfigError(
             f"{path / FINAL_MODEL} is missing, or no file, and the run has finished: put it back from a copy"
             + (f", or name a checkpoint, which is older: {', '.join(older)}" if older else "")
@@ -409,7 +409,7 @@ def _check_unfinished(path: Path) -> None:
 class RunEntry(TypedDict):
     """A run in a list of runs. A figure is None if the events of the run do not contain it.
 
-    A run that has not ended is "running" while it has a launcher, or nodes that wait for one, on this machine;
+    An unfinished run is "running" while it has a launcher, or nodes that wait for one, on this machine;
     otherwise it is "unfinished". `damaged` is "", or a message that names a damaged file of the run and the remedy.
     """
 
@@ -434,8 +434,8 @@ def list_runs(folder: Path) -> list[RunEntry]:
             f"{folder}: no such folder; expected a folder of runs. By default, a run is kept in runs/ of the folder "
             "in which it was started"
         )
-    found = sorted(path.parent for path in folder.glob("*/run.json"))
-    return [_entry(path) for path in found]
+    folders = sorted(path.parent for path in folder.glob("*/run.json"))
+    return [_entry(path) for path in folders]
 
 
 def _entry(path: Path) -> RunEntry:

@@ -33,8 +33,8 @@ def build_shard(
         plan: of a run with servers.
         runtime, endpoint: of this node.
         rank: rank of the shard.
-        model: gives its reduction, and the names of its parameters where some have settings of their own.
-        clock: of the shard's events, where it has one already.
+        model: provides its reduction, and the names of its parameters if some have settings of their own.
+        clock: the clock of the shard's events, if it has one already.
     """
     config = shard_config(plan, rank, model)
     if plan.job.record:

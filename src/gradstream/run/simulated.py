@@ -30,11 +30,11 @@ from gradstream.worker.node import WorkerNode
 from gradstream.worker.parts.node import PartNode
 
 EVENTS_AGAIN = 1 << 14
-"""Lines of events that a new process of the coordinator can look at."""
+"""Lines of events that a new coordinator process can see."""
 
 
 EACH_OBJECTS = 50
-"""New objects, for each node, between two collections of garbage."""
+"""New objects per node between two garbage collections."""
 
 
 class SimulatedCluster:
@@ -47,9 +47,10 @@ class SimulatedCluster:
         storage: the disk of all nodes; None makes an empty one.
 
     Attributes:
-        coordinator: the coordinator, once it has started.
-        store: the coordinator's durable state, with which `restart` lets it go on; None keeps none.
-        successor_due: whether the script will start the coordinator again; the run goes on without any node until then.
+            coordinator: the coordinator, once it has started.
+            store: the coordinator's durable state, from which `restart` continues; None keeps none.
+            successor_due: whether the script will restart the coordinator; until then the run continues without any
+                node.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class SimulatedCluster:
         """Runs until every node has ended.
 
         Args:
-            script: runs beside the nodes, on virtual time: kills some of them, for example. Where it has an attribute
-                `store`, this makes the coordinator's store for the id of the run, with which `restart` goes on.
+            script: runs beside the nodes, on virtual time, for example to kill some. If it has an attribute
+                `store`, this makes the coordinator's store for the id of the run, with which `restart` continues.
 
         Returns:
             The outcome according to the coordinator; None if it was killed.
@@ -92,7 +93,7 @@ class SimulatedCluster:
             self.store = make_store(self.plan.id)
         threads, collected = torch.get_num_threads(), gc.get_threshold()
         torch.set_num_threads(1)  # results must not depend on this machine's cores
-        # Each collection of garbage walks the objects of all nodes: with 2,000 of them that took half of the time.
+        # Each garbage collection walks the objects of all nodes: with 2,000 of them that took half of the time.
         gc.set_threshold(
             collected[0] and max(collected[0], EACH_OBJECTS * len(self.plan.node_names)), *collected[1:]
         )
@@ -120,7 +121,7 @@ class SimulatedCluster:
         return not self._tasks[name].done() and not self.virtual.runtime(name).dead
 
     async def ended(self, name: str) -> None:
-        """Returns once a node's process of now has ended, or was killed."""
+        """Returns once the current process of a node has ended, or was killed."""
         if self.is_running(name):
             await asyncio.wait([self._tasks[name]])  # noqa: TID251  # one task: there is no order
 
@@ -139,7 +140,7 @@ class SimulatedCluster:
         await self._start(name, shard if name.startswith("shard") else self._replica)
 
     def reshard(self, servers: int) -> list[str]:
-        """Asks the run to change its number of shards, and starts the new ones; "reshard" events tell the outcome.
+        """Asks the run to change its number of shards, and starts the new shards; "reshard" events report the outcome.
 
         Returns:
             Names of the new shards.
@@ -194,9 +195,9 @@ class SimulatedCluster:
             except BaseException as error:
                 outcome = error
                 if isinstance(error, DeadlockError) or not isinstance(error, Exception):
-                    raise  # Ctrl-C ends no node
+                    raise  # Ctrl-C, which is not the end of a node
             finally:
-                if self._tasks[name] is asyncio.current_task():  # no new process has taken its place
+                if self._tasks[name] is asyncio.current_task():  # no new process has replaced it
                     self.outcomes[name] = outcome
                 if not runtime.dead:
                     await endpoint.close()
@@ -228,7 +229,7 @@ class SimulatedCluster:
         return self.coordinator.clock.zero_ns if self.coordinator is not None else None
 
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
-        from gradstream.run.shard import build_shard  # a run without servers does not import it
+        from gradstream.run.shard import build_shard  # not imported by a run without servers
 
         runtime, model = self.virtual.runtime(endpoint.identity.name), self._model
 

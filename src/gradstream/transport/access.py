@@ -56,8 +56,8 @@ class AccessControl:
 
         Args:
             caller: the node that made the connection; None if the carrier does not know.
-            closed: the endpoint serves no more streams.
-            protected: the connection is encrypted, and certificates name both sides.
+            closed: whether the endpoint serves no more streams.
+            protected: whether the connection is encrypted, and certificates name both sides.
         """
         mine, service = self._identity, self.services.get(opened.method)
         refuse = partial(v1.Refuse, epoch=mine.epoch)
@@ -102,9 +102,9 @@ class AccessControl:
         return None
 
     def serves_at_other_times(self, method: str) -> bool:
-        """Whether a node of this role serves a method, and this one does not now: callers may be early, or late.
+        """Whether a node of this role serves a method, just not now: callers may be early, or late.
 
-        In a group of hundreds, all ranks that are ready call one that is not, so such refusals are no misbehaviour.
+        In a group of hundreds, all ready ranks call one that is not ready, so such refusals are no misbehaviour.
         """
         known = METHODS.get(method, UNLISTED)
         return method not in self.services and role_of(self._identity.name) in known.served_by
@@ -121,7 +121,7 @@ class AccessControl:
         return opened.epoch > self._identity.epoch
 
     async def await_member(self, stream: StreamCore) -> None:
-        """Waits until this node has learnt that the caller of a stream is a member.
+        """Waits until this node knows that the caller of a stream is a member.
 
         Raises:
             RefusedError: the caller is not a member, or its membership did not become known in time.
@@ -132,7 +132,7 @@ class AccessControl:
             while not self.is_member(opened) and self._may_become_member(opened) and not stream.failed:
                 await self._members_changed.wait()
 
-        stream.on_release(self._members_changed.ring)  # a caller that has given up is not waited for
+        stream.on_release(self._members_changed.ring)  # stops waiting for a caller that has given up
         try:
             await self._runtime.within(LIMITS.handshake_s, known())
         except TimeoutError:

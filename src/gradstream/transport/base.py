@@ -2,7 +2,7 @@
 
 There is one primitive, a `Stream` of frames in both directions. It opens with the sender's identity, is
 flow-controlled by credit, has a priority, and ends by `end`, `cancel` or the death of the peer.
-`call` and tagged `send`/`recv` between ranks use it.
+`call`, and tagged `send`/`recv` between ranks, use it.
 
 Every carrier keeps these promises, and `gradstream.testing.check_endpoint` tests them:
 
@@ -11,7 +11,7 @@ Every carrier keeps these promises, and `gradstream.testing.check_endpoint` test
 * a Chunk is sent only with credit, so a receiver holds at most `window` of them;
 * CONTROL streams do not wait behind BULK streams;
 * a deadline bounds silence, not waiting: a WAITING frame restarts it;
-* memory given to a call belongs to the carrier until the call returns; after that the carrier never
+* memory passed to a call belongs to the carrier until the call returns; after that the carrier never
   touches it again, even if data arrives late.
 """
 
@@ -63,12 +63,12 @@ class Identity:
         incarnation: a number that differs after each start of the node's process.
         fingerprint: fingerprint of the registered model; 0 while none is registered.
         epoch: membership epoch; 0 before joining.
-        secret: secret of the run. Each connection proves to both sides that the other one knows it (see
+        secret: secret of the run. Each connection proves to both sides that the other side knows it (see
             `proof`); it is never sent.
         members: incarnations of the run's members by name; None before joining.
         chunk_bytes: bytes of the longest chunk of the registered model; 0 while none is registered.
         revoked: SHA-256 digests of certificates that are no longer accepted.
-        nodes: number of nodes that the run begins with; each may have one request open before it has joined.
+        nodes: number of nodes with which the run begins; each may have one request open before it has joined.
     """
 
     job: str
@@ -91,7 +91,7 @@ class Received:
         frame: the header. Users of a stream see two kinds: chunk and body.
         payload: elements of a chunk, read-only, in the carrier's memory, valid as long as they are
             referenced. None if the chunk is flagged absent.
-        landed: the payload lies in memory that the receiver has named with `Stream.land`.
+        landed: whether the payload lies in memory that the receiver has named with `Stream.land`.
     """
 
     frame: v1.Frame
@@ -105,7 +105,7 @@ leaves the choice to the carrier. The receiver takes sizes from its own knowledg
 
 
 class Lent(Protocol):
-    """A span that a peer may still be reading where it lies."""
+    """A span that a peer may still be reading in place."""
 
     @property
     def returned(self) -> bool:
@@ -135,7 +135,7 @@ class Stream(Protocol):
 
     @property
     def failure(self) -> GradstreamError | None:
-        """The error that users of the stream get once it has failed; None while it has not."""
+        """The error that the stream failed with; None if it has not failed."""
         ...
 
     @property
@@ -157,13 +157,13 @@ class Stream(Protocol):
         """Sends a frame. A chunk waits for credit first, as long as the peer is not silent for `silence_s`.
 
         A Span is borrowed for reading until the carrier has copied it or written it out, which has happened
-        when the call returns; the frame may not have arrived then. With credit, this takes little time,
+        when the call returns; the frame may not have arrived by then. With credit, this takes little time,
         however slow the peer is.
         """
         ...
 
     async def lend(self, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
-        """As `send`, but the peer may read the span where it lies, if the carrier can do that.
+        """Like `send`, but the peer may read the span in place, if the carrier supports that.
 
         The span stays borrowed for reading after the call returns, and after the stream is over. The loan
         ends when the peer has released the payload, or is gone; with carriers that copy, it ends after the
@@ -180,11 +180,11 @@ class Stream(Protocol):
         ...
 
     def land(self, place: Landing | None) -> None:
-        """Receives payloads from here on into the memory that `place` names, where it names any.
+        """From now on, receives payloads into the memory that `place` names, if it names any.
 
-        Not all carriers can do this: `Received.landed` tells it for each chunk. The carrier calls `place` on
+        Not all carriers can do this: `Received.landed` shows it for each chunk. The carrier calls `place` on
         the event loop before a payload arrives; it must not raise. The memory belongs to the carrier until
-        the peer has ended or the stream is over, for example after `cancel` or a deadline; nothing writes it
+        the peer has ended or the stream is over, for example after `cancel` or a deadline; nothing writes to it
         after that.
         """
         ...
@@ -202,7 +202,7 @@ class Stream(Protocol):
         ...
 
     async def waiting(self, on: Iterable[str]) -> None:
-        """Tells the peer that the answer has to wait for other nodes; it hears the first names in `on`."""
+        """Tells the peer that the answer has to wait for other nodes; the peer gets the first names in `on`."""
         ...
 
     async def end(self) -> None:
@@ -214,7 +214,7 @@ class Stream(Protocol):
         ...
 
     def cancel(self, reason: str = "", cause: v1.Cancel.Cause = v1.Cancel.NO_MORE) -> None:
-        """Ends both sides at once, and drops frames that are queued on either side; the peer gets both arguments."""
+        """Ends both sides at once, and drops frames queued on either side; the peer gets both arguments."""
         ...
 
 
@@ -227,7 +227,7 @@ class PeerSocket(NamedTuple):
     """A connected, non-blocking socket to a peer.
 
     Args:
-        checked: its two users must add checksums, and verify them: nothing else guards what goes over it.
+        checked: whether its two users must add and verify checksums: nothing else guards the bytes.
     """
 
     socket: socket.socket
@@ -238,11 +238,11 @@ class Endpoint(Protocol):
     """The end of a node's connections: it opens streams to peers, and serves streams of peers."""
 
     identity: Identity
-    address: str  # what others connect to, once `start` has returned
-    connections: int  # to each peer for bulk data, where the carrier can use several
-    protected: bool  # its connections are encrypted, and certificates name both sides
+    address: str  # where others connect, once `start` has returned
+    connections: int  # to each peer for bulk data, if the carrier can use several
+    protected: bool  # whether connections are encrypted, and certificates name both sides
     on_damage: Callable[[str, int], None]
-    """Called with a peer, and a number of bytes from it whose checksum was wrong. Its connection ends."""
+    """Called with a peer, and a number of bytes from it that had a wrong checksum. The connection then ends."""
 
     @property
     def routes(self) -> Mapping[str, str]:
@@ -259,7 +259,7 @@ class Endpoint(Protocol):
         Args:
             method: name of the method.
             handler: serves its streams.
-            model: the method touches the model: the endpoint refuses callers whose fingerprint or
+            model: whether the method touches the model: the endpoint then refuses callers whose fingerprint or
                 membership epoch differs from its own. It always checks protocol version and job.
         """
         ...
@@ -284,8 +284,8 @@ class Endpoint(Protocol):
     def redial(self, peer: str, silent_s: float) -> None:
         """Closes the connections to a peer on which it was silent for `silent_s` seconds.
 
-        The next stream makes another one: a connection that something on the way has spoilt stays silent. One that was
-        made since the silence began is left alone.
+        The next stream makes a new connection: one that something on the way has spoilt stays silent. Connections made
+        since the silence began stay.
         """
         ...
 
@@ -302,8 +302,8 @@ class Endpoint(Protocol):
         """Opens a stream. Returns at once; a refusal or an unreachable peer is reported at first use.
 
         Args:
-            new_connection: makes a connection for this stream, which ends with it, where the carrier has
-                connections: the old one may have been cut.
+            new_connection: whether to make a connection for this stream alone, if the carrier has connections: the old
+                one may have been cut.
         """
         ...
 
@@ -355,16 +355,17 @@ class Endpoint(Protocol):
         """A non-blocking socket to a peer, for a thread that moves bytes without the event loop.
 
         Both sides ask for it by the same name, and one of them dials. Each side closes its own end. The two
-        sides agree on the bytes that they exchange: there are no frames, no credit, and no signs of life.
+        sides agree on the bytes that they exchange: there are no frames, no credit, and no heartbeats.
 
         Args:
             peer: name of the other node.
             name: name of the socket, the same at both sides.
             dial: whether this side connects; the other side accepts.
-            copies: also where the carrier shares memory, and streams send large vectors without a copy.
+            copies: whether to return a socket even if the carrier shares memory, and streams send large vectors
+                uncopied.
 
         Returns:
-            None if the carrier to that peer has no such sockets (it encrypts, or is in memory), or the two
+            None if the carrier to that peer has no such sockets (it encrypts, or is in memory), or if the two
             sides did not connect in time.
         """
         del peer, name, dial, copies
@@ -376,12 +377,12 @@ class Endpoint(Protocol):
 
 
 # ---- refusals ----------------------------------------------------------------------------
-# Refusals: from an exception to the frame that refuses a stream, and back.
+# Converts an exception to the frame that refuses a stream, and back.
 
 MISBEHAVIOUR = frozenset(
     {v1.BAD_REQUEST, v1.UNKNOWN_METHOD, v1.BAD_CERTIFICATE, v1.FORBIDDEN, v1.OVER_LIMIT, v1.NOT_MEMBER}
 )
-"""Codes that a node which follows the protocol does not meet repeatedly."""
+"""Codes that a node following the protocol does not meet repeatedly."""
 
 _CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
 
@@ -400,7 +401,7 @@ def refusal_of(error: RefusedError) -> v1.Refuse:
 
 
 def refused_by(peer: str, refuse: v1.Refuse) -> RefusedError:
-    """The error that a refusal by `peer` raises at the refused side."""
+    """The error that a refusal by `peer` raises on the refused side."""
     code = next((name for name, value in _CODES.items() if value == refuse.code), str(refuse.code))
     return RefusedError(peer, code, refuse.message)
 
@@ -410,7 +411,7 @@ def refused_by(peer: str, refuse: v1.Refuse) -> RefusedError:
 
 
 class SendHandle(Lent, Protocol):
-    """A payload that is sent from where it lies. It is returned soon, however slow the peer is."""
+    """A payload that is sent in place. It is returned soon, however slow the peer is."""
 
     def then(self, callback: Callable[[], None]) -> None:
         """Calls back when the payload is returned; at once if it is."""
@@ -433,10 +434,10 @@ class Carrier(Protocol):
     """Moves one stream's frames."""
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
-        """Takes a frame over, in order, without waiting. The header may change afterwards.
+        """Takes over a frame, in order, without waiting. The header may change afterwards.
 
         Returns:
-            None if the payload may change at once as well; else a handle that tells when it may.
+            None if the payload may change at once as well; else a handle that says when it may.
         """
         ...
 
@@ -470,7 +471,7 @@ class NullCarrier:
 
 
 def bytes_of(payload: torch.Tensor | None) -> memoryview | None:
-    """The memory of a tensor as bytes; None for an empty tensor, and for none."""
+    """The memory of a tensor as bytes; None for an empty tensor, and for None."""
     if payload is None or not payload.numel():
         return None
     return memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]

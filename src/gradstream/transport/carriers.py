@@ -34,7 +34,7 @@ from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
 # ---- endpoint ----------------------------------------------------------------------------
-# The `shm` carrier: processes of one host read each other's payloads where they lie.
+# The `shm` carrier: processes of one host read each other's payloads in place.
 #
 # Frames go over a Unix socket as they do over TCP; their payloads stay in shared memory (see `channel`), or are
 # copied through it. Only processes of the same user in the same network namespace can connect.
@@ -72,7 +72,7 @@ M = TypeVar("M", bound=Message)
 
 
 def make_memory(carrier: Choice, listen: str) -> Memory:
-    """The memory for the vectors of a node: memory that other processes can map, where that is useful.
+    """The memory for the vectors of a node: memory that other processes can map, if that is useful.
 
     A node that listens on the network gets private memory: most systems have huge pages only for that.
     Payloads to its own host are then copied through shared memory.
@@ -129,7 +129,7 @@ def make_endpoint(
             "carrier='tcp' is neither encrypted nor authenticated, and this run has certificates: use "
             "carrier='auto', or start the run with --insecure on a network that you trust"
         )
-    # A user who names a port has opened this port in a firewall: only gRPC needs no more than one.
+    # A user who names a port has opened this port in a firewall, and only gRPC needs no other.
     may = security is None and (is_loopback(host) or (insecure and not port))
     if carrier == "tcp" or (carrier == "auto" and may):
         carriers["tcp"] = TcpEndpoint(
@@ -147,7 +147,7 @@ class RoutedEndpoint(Endpoint):
     """One node's endpoint over all of its carriers; implements `transport.base.Endpoint`.
 
     It reaches each peer by the best carrier that both sides have. Handlers and tagged tensors belong to the
-    node, and not to one of its carriers.
+    node, not to one of its carriers.
 
     Args:
         carriers: endpoints by the name of the carrier, at least one, all of one identity. The first one
@@ -218,13 +218,13 @@ class RoutedEndpoint(Endpoint):
             ConfigError: this node and the peer have no carrier in common.
         """
         if not address:
-            return  # it serves nothing, as workers in other languages
+            return  # it serves nothing, like workers in other languages
         theirs = CarrierOffer.parse(address)
         chosen, before = choose(self._offer, theirs), self._routes.get(peer)
         self._offers[peer] = theirs
         if self._detours is not None and chosen != "shm":
             self._detours.know(peer, theirs.addresses["grpc"])
-            if self._detours.mouth(peer) is not None:
+            if self._detours.entry(peer) is not None:
                 return
         self._take(peer, chosen, theirs.addresses[chosen], before)
 
@@ -235,7 +235,7 @@ class RoutedEndpoint(Endpoint):
         self._carriers[chosen].know(peer, address)
 
     async def take_detours(self, silence_s: float) -> None:
-        """From now on reaches peers that cannot be dialled by way of the coordinator: see `Detours`."""
+        """From now on reaches peers that cannot be dialled through the coordinator: see `Detours`."""
         assert isinstance(self._main, GrpcEndpoint)
         self._detours = Detours(self.runtime, self._main, silence_s=silence_s)
         await self._detours.start()
@@ -246,9 +246,9 @@ class RoutedEndpoint(Endpoint):
         if self._detours is not None and route is not None and route != "shm":
             addresses = self._offers[peer].addresses
             others = [addresses[route]] if route != "grpc" else []
-            mouth = await self._detours.find(peer, addresses["grpc"], others)
-            if mouth is not None:
-                self._take(peer, "grpc", mouth, self._routes.get(peer))
+            entry = await self._detours.find(peer, addresses["grpc"], others)
+            if entry is not None:
+                self._take(peer, "grpc", entry, self._routes.get(peer))
         return self._to(peer)
 
     def redial(self, peer: str, silent_s: float) -> None:
@@ -275,7 +275,7 @@ class RoutedEndpoint(Endpoint):
     ) -> PeerSocket | None:
         """See `Endpoint.data_socket`."""
         if self._routes.get(peer) == "grpc":
-            return None  # also by a detour: nobody has to look for one
+            return None  # even for a detour: nobody has to look for one
         return await (await self._by_any_way(peer)).data_socket(peer, name, dial=dial, copies=copies)
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:

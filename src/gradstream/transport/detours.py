@@ -1,15 +1,15 @@
-"""`Detours`: ways to peers that cannot be dialled, because they are behind a firewall or a router (NAT).
+"""`Detours`: reaches peers that cannot be dialled, because they are behind a firewall or a router (NAT).
 
-Where a connection to a peer fails, the coordinator, which every node reaches, tells the peer who wants to talk to it:
+If a connection to a peer fails, the coordinator, which every node reaches, tells the peer who wants to talk to it:
 
     caller ──✗──▶ called                          1. it is dialled
     caller ◀────── called                         2. the called node dials the caller, if it can
     caller ──▶ coordinator ◀── called             3. both dial the coordinator, which passes the bytes on
 
 All three carry the same bytes: those of gRPC between caller and called node. Their TLS and their proofs of the secret
-go from end to end, so the coordinator has to be trusted with a detour no more than a router has to be.
+are end to end, so the coordinator needs no more trust than a router.
 
-A detour ends at a *mouth*: a port on this machine's loopback. gRPC dials it instead of the peer, and does not notice.
+A detour begins at an *entry*: a port on this machine's loopback. gRPC dials it instead of the peer, without knowing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECE_BYTES = 128 << 10
 """The most bytes of a Chunk of a tunnel. With `endpoint.WINDOW` of them, a receiver holds 2 MB of each direction."""
 
 ANSWER_S = 15.0
-"""Seconds within which a node that is called by way of a relay answers."""
+"""Seconds within which a node that is called through a relay answers."""
 
 TICKET_BYTES = 16
 """Random bytes that name a tunnel."""
@@ -62,7 +62,7 @@ async def tunnel(runtime: Runtime, line: Line, stream: Stream, silence_s: float)
 
     Args:
         line: the connection; closed when this returns.
-        stream: leads to the other end of the tunnel. It fails, and so does this, where that end is gone.
+        stream: leads to the other end of the tunnel. It fails, and so does this, if that end is gone.
         silence_s: the longest time for which the stream may be silent while bytes wait for its credit.
     """
     try:
@@ -75,7 +75,7 @@ async def tunnel(runtime: Runtime, line: Line, stream: Stream, silence_s: float)
 
 
 async def join(runtime: Runtime, one: Line, other: Line) -> None:
-    """Carries what comes from one connection to the other, both ways, until both have ended; closes both."""
+    """Forwards bytes between two connections, both ways, until both have ended; closes both."""
     try:
         await runtime.gather(_copy(one, other), _copy(other, one))
     finally:
@@ -91,7 +91,7 @@ async def _copy(source: Line, target: Line) -> None:
 
 
 async def _pack(line: Line, stream: Stream, silence_s: float) -> None:
-    """Chunks have whole words of 4 bytes; `sequence` says how many bytes of them count."""
+    """Sends a connection's bytes as Chunks of whole 4-byte words; `sequence` says how many of the bytes count."""
     while data := await line.reader.read(PIECE_BYTES):
         words = bytearray(data + bytes(-len(data) % _WORD_BYTES))
         chunk = v1.Chunk(elems=len(words) // _WORD_BYTES, dtype=v1.FLOAT32, sequence=len(data))
@@ -111,7 +111,7 @@ async def _unpack(stream: Stream, line: Line) -> None:
 # ---- detours -----------------------------------------------------------------------------
 
 DIAL_S = 5.0
-"""Seconds that a direct connection may take, and one back."""
+"""Seconds that a direct connection, or one back, may take."""
 
 _AGAIN_S = 1.0
 _WELCOME = b"\1"
@@ -132,11 +132,11 @@ class Detours:
         self._grpc = grpc
         self._silence_s = silence_s
         self._me = grpc.identity.name
-        self._hosts: dict[str, str] = {}  # of peers, as they give them
+        self._hosts: dict[str, str] = {}  # of peers, as they report them
         self._ways: dict[
             str, tuple[str, asyncio.Task[str | None]]
-        ] = {}  # by peer: its address, and its mouth
-        self._servers: dict[str, asyncio.Server] = {}  # mouths, by peer; and "", where nodes dial back
+        ] = {}  # by peer: its address, and its entry
+        self._servers: dict[str, asyncio.Server] = {}  # entries, by peer; and "", where nodes dial back
         self._back_port = 0
         self._num_strangers = 0  # connections to it that have shown no ticket yet
         self._awaited: dict[bytes, Line | None] = {}  # by ticket: a node that has dialled back
@@ -161,27 +161,27 @@ class Detours:
             self._attending = True
             self._spawn(self._attend(), "post")
 
-    def mouth(self, peer: str) -> str | None:
-        """Address of the mouth of the detour to a peer; None where there is none."""
+    def entry(self, peer: str) -> str | None:
+        """Address of the entry of the detour to a peer; None if there is no detour."""
         _, finding = self._ways.get(peer, ("", None))
         ended = finding is not None and finding.done() and not finding.cancelled()
         return finding.result() if finding is not None and ended and not finding.exception() else None
 
     async def find(self, peer: str, address: str, others: list[str]) -> str | None:
-        """Finds the way to a peer, once. Returns the address of the mouth; None if it is dialled.
+        """Finds out how to reach a peer, once. Returns the address of the entry; None if the peer can be dialled.
 
         Args:
             peer: name of the peer; `know` has named it.
             address: its address for gRPC.
-            others: its addresses that must be reached, too.
+            others: its addresses that must be reachable, too.
         """
         if peer == COORDINATOR:
             return None
         if peer not in self._ways:
             self._ways[peer] = address, self._spawn(self._find(peer, address, others), f"way to {peer}")
-        # It is cancelled if the address changes meanwhile, and this caller is not.
+        # It is cancelled if the address changes meanwhile, but this caller is not.
         await asyncio.gather(asyncio.shield(self._ways[peer][1]), return_exceptions=True)
-        return self.mouth(peer)
+        return self.entry(peer)
 
     async def close(self) -> None:
         """Closes all detours."""
@@ -202,15 +202,15 @@ class Detours:
             _log.warning(
                 "%s: no way to %s, which cannot be dialled at %s: %s", self._me, peer, address, error
             )
-            self._ways.pop(peer, None)  # the attempt to dial it says what is wrong; later there may be a way
+            self._ways.pop(peer, None)  # the attempt to dial reports what is wrong; later there may be a way
             return None
         if isinstance(way, Line):
             way.writer.close()
         else:
             way.cancel("there is a way")
-        self._servers[peer] = mouth = await self._listen("127.0.0.1", lambda line: self._enter(peer, line))
+        self._servers[peer] = entry = await self._listen("127.0.0.1", lambda line: self._enter(peer, line))
         self._grpc.detoured.add(peer)
-        return f"127.0.0.1:{_port_of(mouth)}"
+        return f"127.0.0.1:{_port_of(entry)}"
 
     async def _is_dialled(self, peer: str, address: str, others: list[str]) -> bool:
         try:
@@ -252,7 +252,7 @@ class Detours:
                 unused.writer.close()
 
     async def _enter(self, peer: str, line: Line) -> None:
-        """Carries a connection that gRPC has made to a mouth."""
+        """Carries a connection that gRPC made to an entry."""
         try:
             await self._carry(line, await self._call(peer))
         except (GradstreamError, OSError) as error:
@@ -261,7 +261,7 @@ class Detours:
             line.writer.close()
 
     async def _welcome(self, line: Line) -> None:
-        """Takes a connection of a node that dials back, if it shows a ticket of this node."""
+        """Accepts a connection of a node that dials back, if it shows a ticket of this node."""
         if self._num_strangers >= LIMITS.strangers:
             line.writer.close()
             return
@@ -281,7 +281,7 @@ class Detours:
     # ---- the called node ------------------------------------------------------------------------
 
     async def _attend(self) -> None:
-        """Hears of callers, as long as this node lives."""
+        """Answers callers, as long as this node lives."""
         while True:
             try:
                 stream = await self._grpc.open(COORDINATOR, "post", v1.Tunnel(), priority=Priority.CONTROL)
@@ -293,7 +293,7 @@ class Detours:
             await self._runtime.sleep(_AGAIN_S)
 
     async def _answer(self, call: v1.Tunnel) -> None:
-        """Makes the way between a caller and this node's own port of gRPC."""
+        """Connects a caller to this node's own gRPC port."""
         own: Line | None = None
         try:
             own = await dial(*host_and_port(self._grpc.address))
@@ -310,7 +310,7 @@ class Detours:
                 own.writer.close()
 
     async def _dial_back(self, call: v1.Tunnel) -> Line | None:
-        """A connection to the caller; None if it cannot be dialled. Later calls of it do not try again."""
+        """A connection to the caller; None if it cannot be dialled. Later calls of that peer do not try again."""
         host = self._hosts.get(call.peer)
         if host is None or call.peer in self._closed_to:
             return None

@@ -1,6 +1,6 @@
-"""`EndpointCore`: what all endpoints do alike, whatever carries their streams.
+"""`EndpointCore`: what all endpoints have in common, whatever carries their streams.
 
-It gives each incoming stream to the handler of its method, once `AccessControl` has no objection, and opens
+It passes each incoming stream to the handler of its method, unless `AccessControl` objects, and opens
 outgoing streams; `call` and tagged `send`/`recv` use such streams. A carrier's endpoint adds `start`,
 `_dial` (make a carrier for an outgoing stream), `_disconnect` (break connections) and `_shut`.
 """
@@ -51,7 +51,7 @@ CONNECTION_S = Deadlines().connection_s
 """Default time of silence after which a carrier ends a connection."""
 
 ADDRESS_BYTES = 64
-"""The most bytes of a stranger's address in the log."""
+"""Most bytes of a stranger's address in the log."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class OutgoingCarrier(Carrier, Protocol):
     """The carrier of the calling side, which exists before its stream."""
 
     def connect(self, stream: StreamCore, opened: v1.Open) -> None:
-        """Transmits the Open, and hands what arrives to `stream` from now on."""
+        """Transmits the Open, and from now on passes arrivals to `stream`."""
         ...
 
 
@@ -88,7 +88,7 @@ class EndpointCore(Endpoint, ABC):
         self._window = window
         self._tensors = TaggedTensors(identity, runtime)
         self._addresses: dict[str, str] = {}
-        # Dicts are ordered sets: what happens at close must not depend on addresses of objects.
+        # Dicts serve as ordered sets: what happens at close must not depend on addresses of objects.
         self._streams: dict[StreamCore, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
@@ -96,7 +96,7 @@ class EndpointCore(Endpoint, ABC):
         self._num_delayed = 0  # refused callers that wait for their answer
         self._stranger_log = Throttle(runtime, self._log_stranger)
         self.on_stranger: Callable[[str], None] = self._stranger_log.tell
-        """Called with the address of a caller that did not prove to know the secret."""
+        """Called with the address of a caller that did not prove knowledge of the secret."""
         self.on_damage: Callable[[str, int], None] = self._log_damage
         """See `Endpoint.on_damage`."""
 
@@ -111,7 +111,7 @@ class EndpointCore(Endpoint, ABC):
         """Makes a carrier for a new stream."""
 
     def _dial_anew(self, peer: str, address: str, priority: Priority) -> OutgoingCarrier:
-        """As `_dial`, over a connection for this stream alone, where the carrier has connections."""
+        """Like `_dial`, over a connection for this stream alone, if the carrier has connections."""
         return self._dial(peer, address, priority)
 
     @abstractmethod
@@ -124,7 +124,7 @@ class EndpointCore(Endpoint, ABC):
 
     @abstractmethod
     async def _shut(self, *, abruptly: bool) -> None:
-        """Stops accepting and breaks all connections; sends what waits first, unless `abruptly`."""
+        """Stops accepting and breaks all connections; sends waiting frames first, unless `abruptly`."""
 
     def _disconnect_caller(self, caller: Caller) -> None:
         """Closes the connections of a caller that was refused too often."""
@@ -142,7 +142,7 @@ class EndpointCore(Endpoint, ABC):
         _log.warning("%s: %d bytes from %s were damaged on their way", self.identity.name, size_bytes, peer)
 
     def damaged(self, peer: str, size_bytes: int) -> None:
-        """Reports bytes whose checksum was wrong to whoever `on_damage` names now."""
+        """Reports bytes with a wrong checksum to the current `on_damage`."""
         self.on_damage(peer, size_bytes)
 
     def share(self, other: EndpointCore) -> None:
@@ -292,9 +292,9 @@ class EndpointCore(Endpoint, ABC):
 
         Args:
             carrier: moves the frames of the stream.
-            window: chunks that this side holds for the stream; None is the endpoint's own window.
+            window: chunks that this side holds for the stream; None takes the endpoint's.
             caller: the node that made the connection; None if the carrier does not know.
-            objection: why the carrier does not want the stream, if so.
+            objection: why the carrier refuses the stream; None if it does not.
         """
         blamed = Caller.of(opened) if caller is None else caller
         stream = StreamCore(
@@ -335,7 +335,8 @@ class EndpointCore(Endpoint, ABC):
             if service.method.members:
                 if not self.access.is_member(stream.opened):
                     await self.access.await_member(stream)
-                # It may have become a member since it called: with room for its chunks, which others do not have.
+                # It may have become a member since it called, and gets room for its chunks, which non-members do not
+                # have.
                 stream.belongs_to(self.access.intakes.of(Caller.of(stream.opened)))
             # An answer that is ready at once leaves before the Accept: that saves half a round trip.
             asyncio.get_running_loop().call_soon(stream.accept)
@@ -360,7 +361,7 @@ class EndpointCore(Endpoint, ABC):
             asyncio.get_running_loop().call_soon(self._disconnect_caller, caller)
 
     async def _delay_refusal(self) -> None:
-        """Waits before a caller is refused, so that many tries take long; not where too many wait already."""
+        """Waits before a caller is refused, so that many attempts take long; not if too many wait already."""
         if self._num_delayed >= LIMITS.strangers:
             return
         self._num_delayed += 1

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
 # ---- limits ------------------------------------------------------------------------------
-# The limits of what peers and strangers may use of a node, in one place.
+# Limits on what peers and strangers may use of a node, in one place.
 #
-# A *stranger* has not yet proved that it knows the run's secret; an *identity* is the name of a sender that has. A
+# A *stranger* has not yet proved knowledge of the run's secret; an *identity* is the name of a sender that has. A
 # node beyond a limit is refused, or its connections are closed; this slows no other node down.
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -36,7 +36,7 @@ class Limits:
         free_body_bytes: a longer Body needs credit, as a Chunk does.
         unread_bytes: bytes of Chunks and Bodies of one identity that its handlers have not taken, beyond the
             credit for the registered model's chunks.
-        others_unread_bytes: the same for all nodes together that know the secret and are no members.
+        others_unread_bytes: the same for all nodes together that know the secret but are not members.
         turned_away_s: seconds before a refused caller gets its answer, for up to `strangers` callers at a
             time. So repeated tries are slow, and cost next to nothing.
         refusals: refusals of one identity, or of all strangers, within `refusals_s`; after more, the
@@ -44,7 +44,7 @@ class Limits:
         refusals_s: see `refusals`; seconds.
         event_bytes: length of one event that a member reports.
         beat_events_bytes: length of all events in one beat; a member with more sends more beats.
-        events_bytes_s: bytes a second of one member's events, after the first `events_burst_bytes`.
+        events_bytes_s: bytes per second of one member's events, after the first `events_burst_bytes`.
         events_burst_bytes: see `events_bytes_s`.
     """
 
@@ -75,7 +75,7 @@ LIMITS = Limits()
 
 COORDINATOR = "coordinator"
 ROLES = ("coordinator", "shard", "worker", "part", "launcher", "machine")
-"""A launcher serves machines that join. A machine knows the token, and is no node yet. A part is a process of a
+"""A launcher serves machines that join. A machine knows the token, but is not a node yet. A part is a process of a
 worker's replica besides the worker itself: "part1-3" is part 1 of the replica of worker-3."""
 
 
@@ -97,9 +97,9 @@ class Method:
     Args:
         served_by: roles that serve it.
         callers: roles that may call it.
-        members: callers must be members of the run. False for methods by which nodes become members, and
-            for methods of a node that is no member itself.
-        chunks: callers may send Chunks.
+        members: whether callers must be members of the run. False for methods by which nodes become members, and
+            for methods of a node that is not a member itself.
+        chunks: whether callers may send Chunks.
         request_bytes: length of the longest request that opens a stream of the method.
     """
 
@@ -143,7 +143,7 @@ METHODS: Mapping[str, Method] = {
     "tensor": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),
     "exchange": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),
     "broken": Method(served_by=_COMPUTES, callers=_COMPUTES),
-    # Workers with parameters of their own, which exchange in pairs.
+    # Workers with their own parameters, which exchange in pairs.
     "meet": Method(served_by=_WORKER, callers=_WORKER, chunks=True),
     "replica": Method(served_by=_WORKER, callers=_WORKER | _COORDINATOR),
     "state": Method(served_by=_COMPUTES, callers=_COMPUTES | _COORDINATOR),

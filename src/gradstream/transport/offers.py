@@ -38,7 +38,7 @@ class CarrierOffer:
 
     Args:
         addresses: address by carrier.
-        host: id that is the same for nodes that can share memory; "" if it is not known.
+        host: id that is the same for nodes that can share memory; "" if unknown.
     """
 
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class CarrierOffer:
 
     @classmethod
     def parse(cls, text: str) -> CarrierOffer:
-        """Reads the text that `str` makes. It ignores carriers that this side does not know."""
+        """Reads the text that `str` makes. Ignores carriers that this side does not know."""
         first, *words = text.split(" ")
         named = dict(word.split("=", 1) for word in words if "=" in word)
         host = named.pop(_HOST, "")
@@ -62,7 +62,7 @@ class CarrierOffer:
 def choose(mine: CarrierOffer, theirs: CarrierOffer) -> CarrierName:
     """The best carrier that both nodes have: shared memory on one host, then plain TCP, then gRPC.
 
-    A node offers plain TCP only where it may be used, so every carrier that both offer is allowed.
+    A node offers plain TCP only if it may be used, so every carrier that both offer is allowed.
 
     Raises:
         ConfigError: they have no carrier in common.

@@ -7,7 +7,7 @@
 
 A proof is HMAC-SHA-256, keyed with the secret, over both nonces and all fields of the greeting, with the job
 and the name of the called node, which are not sent. So a proof is valid for one connection to one node, and
-a recording of a connection opens no other one. The proofs of the two sides differ by a word, so that neither
+a recording of a connection opens no other. The proofs of the two sides differ by a word, so that neither
 can be reflected.
 
 A proof does not encrypt: an attacker that can alter packets can take over a connection in plain text.
@@ -65,7 +65,7 @@ def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job:
     Args:
         challenge: challenge of the called side.
         greeting: the greeting, complete except for nonces and proof; changed in place.
-        called: name of the node that has sent the challenge.
+        called: name of the node that sent the challenge.
     """
     greeting.protocol = PROTOCOL
     greeting.challenge = challenge.nonce
@@ -76,8 +76,9 @@ def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job:
 def answer_challenge(identity: Identity, called: str, challenge: v1.Challenge, greeting: v1.Greeting) -> None:
     """The caller's side: checks the protocol of the called node, and then does as `greet`.
 
-    The connection has checksums if either side wants them. The proof covers what the greeting says of it, so nobody in
-    between can switch them off: `objection` refuses a caller that has not heard what the called side wants.
+    The connection has checksums if either side wants them. The proof covers what the greeting says about them, so
+    nobody
+    in between can switch them off: `objection` refuses a caller that does not know what the called side wants.
 
     Raises:
         RefusedError: the called node speaks another protocol.
@@ -90,7 +91,7 @@ def answer_challenge(identity: Identity, called: str, challenge: v1.Challenge, g
 
 
 def check_called(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> None:
-    """The caller's side: raises RefusedError unless the called node has proved that it knows the secret."""
+    """The caller's side: raises RefusedError unless the called node has proved knowledge of the secret."""
     expected = called_proof(identity.secret, greeting, job=identity.job, called=called)
     if not hmac.compare_digest(proven.proof, expected):
         text = "the program that listens at its address does not know this run's secret"
@@ -105,7 +106,7 @@ def objection(
     Args:
         challenge: nonce of the challenge.
         greeting: the caller's greeting.
-        checked: this side wants checksums.
+        checked: whether this side wants checksums.
     """
     if greeting.protocol != PROTOCOL:
         text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
@@ -159,10 +160,10 @@ def _proof(secret: bytes, side: bytes, greeting: v1.Greeting, job: str, called: 
 
 
 # ---- credentials -------------------------------------------------------------------------
-# `Credentials`: what proves a node's identity: the run's secret, and under TLS its certificate and key.
+# `Credentials`: what proves a node's identity: the run's secret and, under TLS, its certificate and key.
 #
-# A launcher hands them to its nodes in memory, so they appear neither in `ps` nor in a log, and a killed run leaves
-# none behind. Only where another program starts the workers (torchrun), a file that no other user can read holds them
+# A launcher passes them to its nodes in memory, so they appear neither in `ps` nor in a log, and a killed run leaves
+# none behind. Only if another program starts the workers (torchrun), a file that no other user can read holds them
 # until all workers have joined.
 
 FILE = ".credentials"
@@ -206,7 +207,7 @@ class Credentials:
     def save(self, run_dir: Path) -> Path:
         """Writes them to a file for processes of this user that the launcher does not start."""
         path = run_dir / FILE
-        path.unlink(missing_ok=True)  # left by a run that was killed, and is resumed
+        path.unlink(missing_ok=True)  # left by a killed run that is being resumed
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(str(self))
@@ -214,14 +215,14 @@ class Credentials:
 
     @classmethod
     def read(cls, run_dir: Path) -> Credentials:
-        """Reads the file that `save` has written.
+        """Reads the file that `save` wrote.
 
         Raises:
             ConfigError: there is no file, or another user could have written or read it.
         """
         path = run_dir / FILE
         try:
-            # Without O_NONBLOCK, a pipe of another user could make this wait for ever.
+            # Without O_NONBLOCK, another user's pipe could make this wait forever.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 status = os.fstat(descriptor)

@@ -12,9 +12,9 @@ from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
 # ---- intake ------------------------------------------------------------------------------
-# `Intake`: what one peer uses of this node: open streams, bytes that nobody has taken yet, refusals.
+# `Intake`: what one peer uses of this node: open streams, unread bytes, refusals.
 #
-# Each sender that is a member has its own; all others share one, so that many names gain no more than one.
+# Each sender that is a member has its own; all others share one, so that a sender with many names gains nothing.
 
 _CHUNK_BYTES = 1 << 20  # where no model is registered; also the length of pieces of tagged tensors
 _STREAMS = 4  # concurrent pushes or fetches of one peer, each with a window of chunks
@@ -78,7 +78,7 @@ class Intakes:
         """The intake of a caller."""
         members = self._identity.members
         if members is not None and members.get(caller.name) != caller.incarnation:
-            caller = _OTHERS  # not a member, no longer one, or another node with the name of one
+            caller = _OTHERS  # not a member (any more), or another node with a member's name
         elif caller not in self._of and len(self._of) > LIMITS.sessions:
             self._of = {name: one for name, one in self._of.items() if not one.is_blank}
             if members is None and len(self._of) > LIMITS.sessions:
@@ -106,10 +106,10 @@ MAX_FREE_BYTES = 4 << 20
 
 
 class ReceiveQueue:
-    """Holds what has arrived on a stream until its user takes it, and checks that the peer had credit.
+    """Holds arrivals of a stream until its user takes them, and checks that the peer had credit.
 
     Args:
-        window: chunks that the peer may send ahead of what was taken.
+        window: chunks that the peer may send ahead of those taken.
         intake: counts the waiting bytes against the peer's limit; None at the calling side, where credit
             is the only limit.
         takes_chunks: whether the peer may send chunks at all.
@@ -130,7 +130,7 @@ class ReceiveQueue:
         return len(self._frames)
 
     def belongs_to(self, intake: Intake) -> None:
-        """Counts what waits now, and all that comes, as another peer's."""
+        """Counts what waits now, and everything that comes, as another peer's."""
         if intake is self._intake:
             return
         waiting = sum(_size_bytes(one) for one in self._frames)
@@ -189,7 +189,7 @@ class ReceiveQueue:
         return self._num_taken >= self._batch
 
     def return_credit(self) -> int:
-        """Grants the peer as many chunks as were taken since the last time, and returns their number."""
+        """Grants the peer as many chunks as were taken since the last grant, and returns their number."""
         num_taken, self._num_taken = self._num_taken, 0
         self._credit += num_taken
         return num_taken
@@ -207,7 +207,7 @@ def costs_credit(frame: v1.Frame) -> bool:
 
 
 def _size_bytes(received: Received) -> int:
-    """Bytes that the receiver holds for a frame, not counting memory that its user has named."""
+    """Bytes that the receiver holds for a frame, excluding memory that its user has named."""
     if received.payload is None or received.landed:
         return len(received.frame.body.data)
     return received.payload.numel() * received.payload.element_size()

@@ -7,8 +7,8 @@ other. A node's certificate carries its name, "worker-3", as common name and as 
 * a node that opens a stream as `worker-3` holds the certificate of `worker-3`;
 * the part before the dash is the role, and `methods.METHODS` lists the methods that a role may call.
 
-A node checks the certificate again for each stream: one that has expired since the connection was made, or
-was revoked, opens none.
+A node checks the certificate again for each stream: if it has expired since the connection was made, or
+was revoked, the stream is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cryptography.x509.oid import NameOID
 from gradstream.transport.proof import Credentials
 from gradstream.wire import v1
 
-_FORGET = 256  # parsed certificates that are kept
+_FORGET = 256  # number of parsed certificates to keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class Tls:
             certificates this authority has signed.
         certificate, key: certificate and key of this node; None for a node that only opens connections, and
             proves its identity in another way.
-        mutual: whether this node also demands a certificate of each peer that connects to it (mutual TLS).
-            It then checks that the peer's certificate has the name that the peer gives itself.
+        mutual: whether this node also demands a certificate from each peer that connects to it (mutual TLS).
+            It then checks that the peer's certificate has the name that the peer claims.
     """
 
     authority: bytes
@@ -71,7 +71,7 @@ class Tls:
 
         Args:
             shown: certificate of the caller; None if it has shown none.
-            opened: the opening frame, with the name that the caller gives itself.
+            opened: the opening frame, with the name that the caller claims.
             revoked: SHA-256 digests of certificates that are no longer accepted.
         """
         if not self.mutual:
@@ -89,7 +89,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A certificate that a caller has shown, and that the run's authority has signed.
+    """A certificate that a caller has shown, signed by the run's authority.
 
     Args:
         digest: SHA-256 of the certificate.
@@ -131,7 +131,7 @@ _SIGNS = (
 
 
 def explain(details: str) -> str:
-    """The message of gRPC about a failed connection, with an explanation where certificates are the cause."""
+    """The message of gRPC about a failed connection, with an explanation if certificates are the cause."""
     for sign, meaning in _SIGNS:
         if sign.lower() in details.lower():
             now = datetime.datetime.now(datetime.UTC)
@@ -143,5 +143,5 @@ def explain(details: str) -> str:
 
 
 def is_refused(details: str) -> bool:
-    """Whether a message of gRPC says that no process listens at the address: it has no code for that."""
+    """Whether a message of gRPC says that no process listens at the address: there is no code for that."""
     return "connection refused" in details.lower()

@@ -1,4 +1,4 @@
-"""`StreamCore`: what a stream means, the same over every carrier.
+"""`StreamCore`: the behaviour of a stream, the same over every carrier.
 
 Credit, the receive queue, the silence deadline, end, refusal, cancellation and the death of the
 peer are decided here. A carrier only moves frames: it implements `Carrier`, and calls `arrived` and
@@ -50,13 +50,13 @@ from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
 NAMES = 8
-"""The most nodes that a peer hears it waits for: thousands may wait for thousands."""
+"""Most names in a WAITING frame: thousands of nodes may wait for thousands."""
 
 PATIENCE_S = 1.0
-"""A carrier takes a payload over in less time; it copies the payload where the peer does not read."""
+"""A carrier takes over a payload in less time; it copies the payload if the peer does not read."""
 
 Failure = Callable[[], GradstreamError]
-"""Makes a new exception for each caller that meets it: a raised exception carries its own traceback."""
+"""Makes a new exception for each caller that gets it: a raised exception carries its own traceback."""
 
 
 class _State:
@@ -65,15 +65,15 @@ class _State:
     __slots__ = ("ended", "peer_ended", "peer_waits_for", "recv_failure", "released", "send_failure")
 
     def __init__(self) -> None:
-        self.ended = self.peer_ended = False  # End was sent; End has arrived
-        self.released = False  # both directions are over
+        self.ended = self.peer_ended = False  # whether End was sent; whether End has arrived
+        self.released = False  # whether both directions are over
         self.send_failure: Failure | None = None
         self.recv_failure: Failure | None = None
         self.peer_waits_for: list[str] = []  # as its last WAITING frame said
 
 
 def _nothing() -> None:
-    """Finds no channel; does nothing on a refusal."""
+    """Default for "no channel", and for a refusal that nobody counts."""
 
 
 class StreamCore:
@@ -108,7 +108,7 @@ class StreamCore:
         self._carrier = carrier
         self._channel = channel
         self._credit = opened.window if called else 0  # chunks that this side may send
-        self._early = 0  # of these, sent or to be sent before the Accept that grants them
+        self._early = 0  # of these, chunks sent or to be sent before the Accept that grants them
         self._inbox = inbox
         self._landing: Landing | None = None
         self._state = _State()
@@ -159,12 +159,12 @@ class StreamCore:
             return
         await self.credit(silence_s)
         handle = self._transmit_chunk(frame, payload)
-        # The wait for room in the carrier's queue comes before the next chunk: the payload is free earlier.
+        # Waiting for room in the carrier's queue comes before the next chunk: the payload is free earlier.
         if handle is not None:
             await handle.back(PATIENCE_S)
 
     def _transmit_chunk(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
-        """Transmits a chunk; its payload goes through shared memory where there is any."""
+        """Transmits a chunk; its payload goes through shared memory if there is any."""
         self._credit -= 1
         channel = None if payload is None else self._channel()
         reference = None if payload is None or channel is None else channel.stow(self, payload)
@@ -197,13 +197,14 @@ class StreamCore:
         return lent[1]
 
     def belongs_to(self, intake: Intake) -> None:
-        """Called side: has what this stream brings counted by another intake than since it was opened."""
+        """Called side: from now on another intake counts the arrivals of this stream."""
         self._inbox.belongs_to(intake)
 
     def send_early(self) -> None:
-        """Calling side, once: the first chunk does not wait for the Accept, which saves a round trip.
+        """Calling side, once: lets the first chunk go before the Accept, which saves a round trip.
 
-        The called side has room for it, since it grants at least one; where it refuses the stream, the chunk is lost.
+        The called side has room for it, since it grants at least one chunk; if it refuses the stream, the chunk is
+        lost.
         """
         self._early = 1
         self._credit += 1
@@ -308,7 +309,7 @@ class StreamCore:
         return self._inbox.may_bring(num_chunks)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Returns whether this many more bytes may wait here. If they may not, it ends the stream for both sides."""
+        """Returns whether this many more bytes may wait here. If not, ends the stream for both sides."""
         if self._inbox.has_room(num_bytes):
             return True
         self._refuse_excess()
@@ -318,7 +319,7 @@ class StreamCore:
         """Takes the next frame of the peer, in order. `check_chunk` has checked its payload.
 
         Args:
-            landed: the payload lies where `landing` said.
+            landed: whether the payload lies where `landing` said.
         """
         self._silence.heard()
         kind = frame.WhichOneof("kind")
@@ -409,7 +410,7 @@ class StreamCore:
             raise ClosedError(self._text(f"{self._me} has ended its side", ""))
 
     async def _until(self, changed: Broadcast, ready: Callable[[], bool], silence_s: float | None) -> None:
-        """Waits until `ready`; cancels the stream where the peer is silent for too long."""
+        """Waits until `ready`; cancels the stream if the peer is silent for too long."""
         if not await self._silence.until(changed, ready, silence_s):
             on = self._state.peer_waits_for
             why = f", after saying that it waits for {', '.join(on)}" if on else ""

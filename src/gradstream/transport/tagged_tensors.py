@@ -21,7 +21,7 @@ PIECE_BYTES = 1 << 20
 """Bytes of each chunk of a tagged tensor."""
 
 PARKED_S = 1.0
-"""How often the sender of a tensor that nobody has asked for yet hears that this node lives."""
+"""How often the sender of a tensor that nobody has asked for yet gets a heartbeat."""
 
 _Key = tuple[str, int]  # name of the sender, tag
 
@@ -46,7 +46,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._arrivals: dict[_Key, deque[ReceivedTensor]] = {}
         self._receives: dict[_Key, deque[asyncio.Future[ReceivedTensor]]] = {}
-        self._windows: dict[Caller, SequenceWindow] = {}  # numbers of the tensors that came
+        self._windows: dict[Caller, SequenceWindow] = {}  # numbers of the tensors that arrived
         self._members: Mapping[str, int] | None = None
 
     def keep_senders(self, members: Mapping[str, int]) -> None:
@@ -59,7 +59,7 @@ class Mailbox:
         return self._members is None or self._members.get(sender) == incarnation
 
     def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
-        """Notes a transfer; whether it was not delivered before."""
+        """Notes a transfer. Returns whether it was not delivered before."""
         return self._windows.setdefault(Caller(sender, incarnation), SequenceWindow()).add(sequence)
 
     def offer(self, key: _Key, arrival: ReceivedTensor) -> bool:
@@ -74,7 +74,7 @@ class Mailbox:
         return False
 
     def withdraw(self, key: _Key, arrival: ReceivedTensor) -> None:
-        """Removes a stream that is kept."""
+        """Removes a kept stream."""
         parked = self._arrivals.get(key)
         if parked and arrival in parked:
             parked.remove(arrival)
@@ -117,7 +117,7 @@ class TaggedTensors:
         """Forgets what was kept for senders that are no longer members.
 
         Args:
-            members: incarnations by name. They are kept, not copied: of 2,000 nodes each knows all others.
+            members: incarnations by name. They are kept, not copied: each of 2,000 nodes knows all others.
         """
         self._mailbox.keep_senders(members)
 

@@ -1,3 +1,3 @@
-"""The subcommands, by what they are about; no module imports anything heavy at its top."""
+"""The subcommands, by subject; no module imports anything heavy at its top."""
 
 __all__ = ()

@@ -23,7 +23,7 @@ def plugins(as_json: bool) -> None:
     """Lists strategies, optimizers and data sets by name, with the package that each comes from.
 
     It imports the plugins of installed packages to check them. A plugin that cannot be imported, or has
-    the name of another one, cannot be used by that name: a warning on stderr says so.
+    the name of another, cannot be used by that name: a warning on stderr says so.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def plugins(as_json: bool) -> None:
 
 
 def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
-    """Each member of one family with its fault, or "". Built-in members are not loaded."""
+    """Each member of a family with its fault, or "". Built-in members are not loaded."""
     from gradstream.errors import ConfigError
     from gradstream.job.registry import BUILT_IN, key_of
 
@@ -164,14 +164,14 @@ def check(strategy: str, as_json: bool) -> None:
         report = broken.report
     if as_json:
         results = [
-            {"property": one.name, "says": one.says, "holds": one.holds, "seen": one.seen}
-            for one in report.results
+            {"property": result.name, "says": result.says, "holds": result.holds, "seen": result.seen}
+            for result in report.results
         ]
         click.echo(json.dumps({"strategy": report.strategy, "results": results}))
     else:
         click.echo(str(report))
-        for one in report.broken:
-            click.echo(f"{one.name}: {one.says}", err=True)
+        for result in report.broken:
+            click.echo(f"{result.name}: {result.says}", err=True)
     raise SystemExit(1 if report.broken else 0)
 
 
@@ -208,7 +208,7 @@ def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times:
     whatever the carrier. Then it measures the same sum by messages; --algorithm messages does only that.
 
     It prints the median and the bandwidth. For messages it also prints the time that the algorithm's
-    formula predicts, from alpha (seconds for a message) and beta (seconds for a byte) as measured on the
+    formula predicts, from alpha (seconds per message) and beta (seconds per byte) as measured on the
     same sockets.
 
     \b

@@ -1,4 +1,4 @@
-"""Commands that make a job, run it, and go on with it."""
+"""Commands that make a job, run it, and continue it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
 
 
 def show_detached(run: Run, as_json: bool) -> None:
-    """Prints where a run that goes on without this terminal is, and how to follow and stop it."""
+    """Prints where a detached run is, and how to follow and stop it."""
     import shlex
 
     from gradstream.cli.report import print_result
@@ -78,11 +78,12 @@ def show_dry_run(job: Job, as_json: bool) -> None:
 
     results = dry_run(job)
     rows = [
-        (one.name, f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s  {one.detail}") for one in results
+        (result.name, f"{'ok' if result.ok else 'FAILED':6}  {result.seconds:4.1f} s  {result.detail}")
+        for result in results
     ]
     print_result(as_json, list(map(dataclasses.asdict, results)), rows)
     if not as_json:
-        click.echo(f"{sum(one.seconds for one in results):.1f} s in all", err=True)
+        click.echo(f"{sum(result.seconds for result in results):.1f} s in all", err=True)
     last = results[-1]
     if not last.ok:
         if last.trace:
@@ -101,22 +102,22 @@ def show_dry_run(job: Job, as_json: bool) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Check the job with a few minibatches, and keep nothing.")
 @detach_option
-def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bool, **given: Any) -> None:
+def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bool, **options: Any) -> None:
     """Trains with worker and server processes, on this machine or on several.
 
-    With --listen it prints the line that joins another machine, and begins when N machines have
+    With --listen it prints the command that joins another machine, and begins when N machines have
     joined. --workers is the number of workers on all machines together.
 
     With --dry-run it checks the job and keeps nothing: it builds the model, checks memory and disk,
     then starts processes on this machine that push, fetch, make a checkpoint and evaluate it. Exit
     status 0, or 3 if a check fails.
 
-    Where torchrun, srun or Kubernetes has started this command once on each machine, the first process
+    If torchrun, srun or Kubernetes has started this command once on each machine, the first process
     trains and the others join it, with the token of GRADSTREAM_TOKEN_FILE; a job that is started again
-    goes on from its newest checkpoint.
+    continues from its newest checkpoint.
 
     With --engine ray, or ray://HOST:PORT, the nodes are actors of a Ray cluster, which places them and
-    starts them again elsewhere. Its options are those of gradstream.ext.ray.engine.RayEngine.
+    restarts them elsewhere. Its options are those of gradstream.ext.ray.engine.RayEngine.
 
     Progress goes to stderr, figures to stdout. With --detach it returns at once; the run goes on without
     this terminal, and `gradstream attach` shows its progress.
@@ -134,9 +135,9 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
     """
     from gradstream._train import train as run_job
 
-    machines = {name: given.pop(name) for name in LISTEN}
-    config = given["config"]
-    chosen = load_job_with(job, **given)
+    machines = {name: options.pop(name) for name in LISTEN}
+    config = options["config"]
+    chosen = load_job_with(job, **options)
     if engine is not None:
         from gradstream._train import train_by_engine
 
@@ -147,14 +148,14 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
         )
         run_and_show(lambda on_event: train_by_engine(chosen, engine, words, on_event=on_event), as_json)
         return
-    # The number in a job file is for one machine.
+    # The number in a job file is per machine.
     workers = chosen.workers * chosen.split if "workers" in chosen.origins else None
     together = None if machines["listen"] or dry_run else together_of(detach=detach, **machines)
     if together is not None:
         from gradstream.untrusted import say
 
         if together.place.rank:
-            place = together.place  # Ray names no job, but a folder for each process
+            place = together.place  # Ray does not name the job, but gives each process a folder
             own = chosen.run_dir if place.least and not place.job else None
             sys.exit(together.follow(job, arguments_of_job(), say, own))
         run_and_show(lambda on_event: together.lead(chosen, workers=workers, on_event=on_event), as_json)
@@ -194,12 +195,12 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
 @listen_options
 @detach_option
 @json_option
-def resume(run: Path, as_json: bool, detach: bool, **given: Any) -> None:
+def resume(run: Path, as_json: bool, detach: bool, **values: Any) -> None:
     """Continues a run that was stopped or killed from its newest good checkpoint.
 
-    RUN is a run directory. The command reads the job again from its files, which must not have changed,
-    nor the data, unless --allow-changed says so. The run goes on in the same directory, and repeats the
-    steps after the checkpoint. Where a checkpoint is damaged, the run goes on from the one before; where
+    RUN is a run directory. The command reads the job again from its files; neither these nor the data may
+    have changed, unless --allow-changed is set. The run continues in the same directory, and repeats the
+    steps after the checkpoint. If a checkpoint is damaged, the run continues from the one before; if
     all are damaged, it does not start.
 
     \b
@@ -209,18 +210,18 @@ def resume(run: Path, as_json: bool, detach: bool, **given: Any) -> None:
     """
     from gradstream._resume import resume as resume_run
 
-    listening = listening_of(**{name: given.pop(name) for name in LISTEN}, workers=_processes(given))
-    options: Any = {name: value for name, value in given.items() if value is not None}
+    listening = listening_of(**{name: values.pop(name) for name in LISTEN}, workers=_processes(values))
+    options: Any = {name: value for name, value in values.items() if value is not None}
     if detach:
         show_detached(resume_run(run, listen=listening, detach=True, **options), as_json)
         return
     run_and_show(lambda on_event: resume_run(run, on_event=on_event, listen=listening, **options), as_json)
 
 
-def _processes(given: dict[str, Any]) -> int | None:
-    """Number of processes of all replicas, where the options tell it."""
-    workers: int | None = given["workers"]
-    return None if workers is None else workers * (given["split"] or 1)
+def _processes(options: dict[str, Any]) -> int | None:
+    """Number of processes of all replicas; None if the options do not say it."""
+    workers: int | None = options["workers"]
+    return None if workers is None else workers * (options["split"] or 1)
 
 
 @click.command(cls=JobCommand)
@@ -234,7 +235,7 @@ def _processes(given: dict[str, Any]) -> int | None:
 )
 @click.option("--gradient-s", type=float, metavar="SECONDS", help="Mean time of one minibatch's gradient.")
 @click.option("--jitter", type=float, metavar="SIGMA", help="Log-normal jitter of computing times.")
-def simulate(job: str, as_json: bool, **given: Any) -> None:
+def simulate(job: str, as_json: bool, **options: Any) -> None:
     """Runs the nodes of a job in one process, on virtual time.
 
     The same seed gives the same history. Times in the figures are virtual seconds.
@@ -247,8 +248,8 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
     from gradstream._simulate import simulate as run_job
 
     names = ("shape_only", "latency", "bandwidth", "gradient_s", "jitter")
-    config = simulation_config_of(**{name: given.pop(name) for name in names})
-    chosen = load_job_with(job, **given)
+    config = simulation_config_of(**{name: options.pop(name) for name in names})
+    chosen = load_job_with(job, **options)
     run_and_show(lambda on_event: run_job(chosen, config=config, on_event=on_event), as_json)
 
 
@@ -260,7 +261,7 @@ def simulation_config_of(
     gradient_s: float | None = None,
     jitter: float | None = None,
 ) -> SimulationConfig:
-    """The default `SimulationConfig` with the values of the command line; None stands for an option not given."""
+    """The default `SimulationConfig` with the values of the command line; None stands for an unset option."""
     import dataclasses
 
     from gradstream.runtime.simulation import Cost, LogNormal, SimulationConfig
@@ -286,7 +287,7 @@ def config() -> None:
 
 @config.command(cls=JobCommand)
 @job_options
-def show(job: str, as_json: bool, **given: Any) -> None:
+def show(job: str, as_json: bool, **options: Any) -> None:
     """Prints the configuration in effect, and the origin of each value.
 
     The output is TOML, which --config reads. No run is started.
@@ -303,7 +304,7 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     from gradstream.run.planning import plan_run
     from gradstream.run.records import effective, to_toml
 
-    plan = plan_run(load_job_with(job, **given), "config")
+    plan = plan_run(load_job_with(job, **options), "config")
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(entry) for entry in effective(plan)]))
     else:

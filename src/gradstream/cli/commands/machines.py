@@ -1,4 +1,4 @@
-"""Commands for several machines: start a job on them, join one, look why one cannot, and change which take part."""
+"""Commands for several machines: start a job on them, join or leave it, and find out why a machine cannot join."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ if TYPE_CHECKING:
     help="--emit: file to write, in place of the terminal.",
 )
 def launch(
-    job: str, words: tuple[str, ...], hosts: str | None, engine: str | None, name: str | None, **given: Any
+    job: str, words: tuple[str, ...], hosts: str | None, engine: str | None, name: str | None, **options: Any
 ) -> None:
     """Runs a job on machines that ssh reaches, or prints a file with which another engine runs it.
 
-    With --hosts it looks at every machine, brings the job's files, starts the run, shows it until its end, and
+    With --hosts it checks every machine, brings the job's files, starts the run, shows it until its end, and
     brings logs and checkpoints back; options of `gradstream train` may follow the job. Ctrl-C leaves the run
     alone: `gradstream status`, `logs`, `attach` and `stop` take its local folder.
 
@@ -114,62 +114,69 @@ def launch(
     file, _, function = job.partition(":")
     name = name or (function or Path(job).stem).lower().replace("_", "-")
     if hosts is not None:
-        _on_hosts(Path(file), function, words, hosts, name, **given)
+        _on_hosts(Path(file), function, words, hosts, name, **options)
     elif words:
         raise ConfigError(f"--emit: unknown option {words[0]}; arguments of the job file follow after --")
     else:
-        _emit(Path(job), str(engine), name, **given)
+        _emit(Path(job), str(engine), name, **options)
 
 
-def _on_hosts(job: Path, function: str, words: tuple[str, ...], hosts: str, name: str, **given: Any) -> None:
+def _on_hosts(
+    job: Path, function: str, words: tuple[str, ...], hosts: str, name: str, **options: Any
+) -> None:
     from gradstream.cli.commands.jobs import train
     from gradstream.cli.hosts import launch_on
     from gradstream.ext.ssh.fleet import Fleet
 
-    names = [one.strip() for one in hosts.split(",") if one.strip()]
+    names = [host.strip() for host in hosts.split(",") if host.strip()]
     if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(f"--hosts {hosts}: expected two machines or more, each one once: --hosts a,b")
-    if any(one.startswith("-") for one in names):
+    if any(name.startswith("-") for name in names):
         raise ConfigError(f"--hosts {hosts}: a name that begins with - would be an option of ssh")
     if not NAME.fullmatch(name):
         raise ConfigError(f"--name {name!r}: expected small letters, digits and dashes: --name mine")
     if not job.is_file():
         raise ConfigError(f"there is no job file {job}; `gradstream new` writes one")
-    data = Path(given["data"]).expanduser() if given["data"] else None
+    data = Path(options["data"]).expanduser() if options["data"] else None
     if data is not None and not data.is_dir():
         raise ConfigError(f"--data {data}: expected a folder; GRADSTREAM_DATA names its copy on the machines")
     train.make_context("train", [job.name, *words], resilient_parsing=False).close()
     arguments = arguments_of_job()
     fleet = Fleet(
         name=name,
-        hosts=[*names, *[""] * given["room"]],
-        least=len(names) if given["room"] else 0,
-        ssh=shlex.split(given["ssh"]),
-        python=given["python"],
-        folder=given["folder"].rstrip("/"),
-        port=given["port"],
+        hosts=[*names, *[""] * options["room"]],
+        least=len(names) if options["room"] else 0,
+        ssh=shlex.split(options["ssh"]),
+        python=options["python"],
+        folder=options["folder"].rstrip("/"),
+        port=options["port"],
         job=f"{job.name}:{function}" if function else job.name,
         arguments=[*words, *(["--", *arguments] if arguments else [])],
         data=_place_there(data) if data else "",
     )
     launch_on(
-        fleet, Path("runs") / name, job, [Path(one) for one in given["more"]], data, detach=given["detach"]
+        fleet,
+        Path("runs") / name,
+        job,
+        [Path(path) for path in options["more"]],
+        data,
+        detach=options["detach"],
     )
 
 
 def _place_there(data: Path) -> str:
-    """Where the machines may have the data already: at the same path, under the home folder where it is there."""
+    """Where the machines may have the data already: at the same path, below their home folder if it is in ours."""
     try:
         return f"~/{data.resolve().relative_to(Path.home().resolve())}"
     except ValueError:
         return str(data.resolve())
 
 
-def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) -> None:
+def _emit(job: Path, engine: str, name: str, output: Path | None, **options: Any) -> None:
     words = [
         "gradstream",
         *(" ".join(word.split()) for word in sys.argv[1:]),
-    ]  # it goes into a comment of one line
+    ]  # goes into a one-line comment
     kept = ("nodes", "least", "cpus", "memory", "gpus", "hours", "storage", "image", "data", "spot")
     file = LaunchFile(
         job=job,
@@ -177,7 +184,7 @@ def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) 
         arguments=arguments_of_job(),
         command=shlex.join(words),
         file="" if output is None else output.name,
-        **{key: given[key] for key in kept},
+        **{key: options[key] for key in kept},
     )
     text = file.render(engine)
     if output is None:
@@ -212,7 +219,7 @@ def join(
     """Takes part in a run that `gradstream train JOB --listen` has started on another machine.
 
     That command prints the line to run here. JOB is this machine's copy of the job file, with this
-    machine's copy of the data; where either differs from the launcher's, the launcher refuses this
+    machine's copy of the data; if either differs from the launcher's, the launcher refuses this
     machine. The exit status is that of the run.
 
     \b
@@ -266,7 +273,7 @@ def doctor(
     """Checks whether this machine can train, alone or with the launcher at ADDR:PORT.
 
     Without an address, it checks versions, memory, disk, limits and addresses. With the address of a
-    launcher that waits or trains, it also checks its name, TCP and TLS; with the token, gRPC, round
+    waiting or training launcher, it also checks its name, TCP and TLS; with the token, gRPC, round
     trip, clock, the speed each way and the launcher's versions. Exit status 3 if a check fails.
 
     \b
@@ -299,10 +306,10 @@ def doctor(
 @run_argument
 @click.argument("host")
 def add(run: Path, host: str) -> None:
-    """Has HOST join a run of `gradstream launch --hosts` that has a free place.
+    """Makes HOST join a run of `gradstream launch --hosts` that has a free place.
 
-    RUN is the local folder of the run. `--room N` made N places more than there were machines, and each machine
-    that `gradstream remove` takes out leaves one. The others train on meanwhile.
+    RUN is the local folder of the run. `--room N` made N more places than there were machines, and each machine
+    that `gradstream remove` takes out leaves one. The others keep training meanwhile.
 
     \b
     Examples:
@@ -321,10 +328,10 @@ def add(run: Path, host: str) -> None:
 @run_argument
 @click.argument("host")
 def remove(run: Path, host: str) -> None:
-    """Has HOST leave a run of `gradstream launch --hosts`: it hands in what it has computed, and is cleaned up.
+    """Makes HOST leave a run of `gradstream launch --hosts`: it hands in what it has computed, and is cleaned up.
 
-    RUN is the local folder of the run. HOST is not its first machine, which has the parameters. The others train
-    on, and its place is free for another one (`gradstream add`).
+    RUN is the local folder of the run. HOST must not be its first machine, which has the parameters. The others keep
+    training, and the place is free for another machine (`gradstream add`).
 
     \b
     Examples:
@@ -343,10 +350,10 @@ def remove(run: Path, host: str) -> None:
 @click.argument("gone")
 @click.argument("host")
 def replace(run: Path, gone: str, host: str) -> None:
-    """Has HOST take the place of a machine that is GONE, in a run of `gradstream launch --hosts`.
+    """Makes HOST take the place of a machine that is GONE, in a run of `gradstream launch --hosts`.
 
-    RUN is the local folder of the run. HOST may be a new machine, or the same one anew. The others train on
-    meanwhile; job, data and token come from the first machine.
+    RUN is the local folder of the run. HOST may be a new machine, or the same machine again. The others keep
+    training meanwhile; job, data and token come from the first machine.
 
     \b
     Examples:

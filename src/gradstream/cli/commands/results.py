@@ -1,4 +1,4 @@
-"""Commands that show what a run has found, and where its time went."""
+"""Commands that show the results of a run, and where its time went."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gradstream.cli.options import json_option, run_argument
 def report(run: Path, output: Path | None, price: float | None, tensorboard: Path | None) -> None:
     """Makes one HTML file of a run: curves, timeline, and why it is slow.
 
-    RUN is a run directory; the run may have failed, or still be going on. The file needs no network.
+    RUN is a run directory; the run may have failed, or may still be going on. The file needs no network.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
     """Evaluates the parameters of a run on the held-out samples of its data.
 
     RUN is a run directory. The command reads the job again from its file, which must not have changed.
-    For a run that has failed, it evaluates the newest checkpoint.
+    If the run failed, it evaluates the newest checkpoint.
 
     \b
     Examples:
@@ -140,8 +140,8 @@ def replay(run: Path, watch: bool, anyway: bool, as_json: bool, **place: Any) ->
 
     RUN is the directory of a run with --record. All nodes run in this process, in the recorded order;
     the job is read again from its file. The command prints the worker and the samples of the update, the
-    version it was computed on, and the version it was applied to. Without an update to stop at, it goes
-    to the end, and compares the parameters with those that the run has kept.
+    version on which it was computed, and the version to which it was applied. Without an update to stop at,
+    it replays to the end, and compares the parameters with those that the run kept.
 
     \b
     Examples:
@@ -195,19 +195,24 @@ def sharpness(
     from gradstream.ext.analysis.sharpness import sharpness as measure
 
     with full_loss(run, checkpoint=checkpoint, workers=workers) as loss:
-        if loss is None:  # another rank of torchrun
+        if loss is None:  # this is another rank of torchrun
             return
         x = parameters_of(run, loss.model, checkpoint)
         measured = [
-            measure(loss, x, epsilon=one, subspace=subspace, seed=seed) for one in epsilon or (1e-3, 5e-4)
+            measure(loss, x, epsilon=size, subspace=subspace, seed=seed) for size in epsilon or (1e-3, 5e-4)
         ]
-    rows = [(f"sharpness, epsilon {one.epsilon:g}", f"{one.value:.4g} %") for one in measured]
-    rows += [("loss", f"{measured[0].loss:.4g}"), ("passes", str(sum(one.passes for one in measured)))]
+    rows = [
+        (f"sharpness, epsilon {sharpness.epsilon:g}", f"{sharpness.value:.4g} %") for sharpness in measured
+    ]
+    rows += [
+        ("loss", f"{measured[0].loss:.4g}"),
+        ("passes", str(sum(sharpness.passes for sharpness in measured))),
+    ]
     print_result(as_json, list(map(dataclasses.asdict, measured)), rows)
 
 
 PLOTS = (".png", ".svg", ".pdf")
-"""Endings of files that it draws."""
+"""File name extensions of the plots that it draws."""
 
 
 @click.command()
@@ -224,7 +229,7 @@ PLOTS = (".png", ".svg", ".pdf")
 def surface(runs: tuple[Path, ...], points: int | None, workers: int, output: Path, as_json: bool) -> None:
     """Draws the training loss on the line through two runs, or on the plane through three.
 
-    All must have trained the job of the first one.
+    All runs must have trained the job of the first one.
 
     \b
     Examples:
@@ -241,7 +246,7 @@ def surface(runs: tuple[Path, ...], points: int | None, workers: int, output: Pa
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
     with full_loss(runs[0], workers=workers) as loss:
-        if loss is None:  # another rank of torchrun
+        if loss is None:  # this is another rank of torchrun
             return
         drawn = measure(loss, [parameters_of(run, loss.model) for run in runs], points=points)
     drawn.draw(output, [run.name for run in runs])

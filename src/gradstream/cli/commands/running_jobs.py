@@ -1,4 +1,4 @@
-"""Commands for runs that go on, and the list of all runs."""
+"""Commands for running jobs, and the list of all runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NAME_BYTES = 128
 def runs(folder: Path, as_json: bool) -> None:
     """Lists the run directories in FOLDER (runs by default), the newest last.
 
-    A run without an end is "running" where a process of this machine runs it, and else "unfinished":
-    `gradstream resume` goes on with it.
+    An unfinished run is "running" if a process of this machine runs it, and "unfinished" otherwise:
+    `gradstream resume` continues it.
 
     The accuracy is from the latest evaluation: during the run (see evaluate_every), at the end of
     `gradstream train`, or by `gradstream evaluate`.
@@ -39,16 +39,16 @@ def runs(folder: Path, as_json: bool) -> None:
     from gradstream.run.result import list_runs
     from gradstream.untrusted import escaped, say
 
-    found = list_runs(folder)
-    for run in found:
+    entries = list_runs(folder)
+    for run in entries:
         if run["damaged"]:
             say(run["damaged"])
     if as_json:
-        for run in found:
+        for run in entries:
             click.echo(json.dumps({**run, "path": str(run["path"])}))
         return
     table = Table("run", "status", "strategy", "accuracy", "loss", "samples/s", "time", box=None)
-    for run in found:
+    for run in entries:
         rate, seconds = run["samples_per_s"], run["train_s"]
         table.add_row(
             Text(escaped(run["path"].name, NAME_BYTES)),
@@ -59,7 +59,7 @@ def runs(folder: Path, as_json: bool) -> None:
             "" if rate is None else f"{rate:,.0f}",
             "" if seconds is None else f"{seconds:.1f} s",
         )
-    width = None if sys.stdout.isatty() else 160  # elsewhere nothing is cut off
+    width = None if sys.stdout.isatty() else 160  # without a terminal, nothing is cut off
     Console(highlight=False, width=width).print(table)
 
 
@@ -69,10 +69,10 @@ def runs(folder: Path, as_json: bool) -> None:
 def attach(run: Path, as_json: bool) -> None:
     """Shows the progress of a run until it ends, then its figures.
 
-    RUN is the directory of a run, detached or not, or the local folder of one on other machines (`gradstream
+    RUN is the directory of a run, detached or not, or the local folder of a run on other machines (`gradstream
     launch --hosts`). Output and exit status are those of `gradstream
-    train`. Ctrl-C leaves the run alone. Where the launcher of a detached run was killed, another one is
-    started, which takes over its nodes. Of a run that has ended, it says how.
+    train`. Ctrl-C leaves the run alone. If the launcher of a detached run was killed, another one is
+    started, which takes over its nodes. For a run that has ended, the command says how it ended.
 
     \b
     Examples:
@@ -103,11 +103,11 @@ def attach(run: Path, as_json: bool) -> None:
 @run_argument
 @click.option("--adopt", is_flag=True, help="Believe a run folder that was made on another machine.")
 def status(run: Path, adopt: bool) -> None:
-    """Says how a run is on each machine on which `gradstream launch --hosts` has started it.
+    """Shows the state of a run on each machine on which `gradstream launch --hosts` started it.
 
     RUN is its local folder. A line for each machine: whether its process runs, and the last line of its log.
 
-    A run folder can name programs and code. Of one that this machine has not made they are not run, until you say by
+    A run folder can name programs and code. Those of a folder from another machine are not run until you say by
     --adopt that you trust whoever made it.
 
     \b
@@ -129,9 +129,9 @@ def status(run: Path, adopt: bool) -> None:
 @run_argument
 @click.argument("host", required=False)
 def logs(run: Path, host: str | None) -> None:
-    """Prints what the machines of `gradstream launch --hosts` have said so far.
+    """Prints the logs of the machines of `gradstream launch --hosts` so far.
 
-    RUN is the local folder of the run; HOST one of its machines, by default all of them.
+    RUN is the local folder of the run; HOST is one of its machines, by default all of them.
 
     \b
     Examples:
@@ -152,8 +152,8 @@ def logs(run: Path, host: str | None) -> None:
 def stop(run: Path, now: bool, wait_s: float) -> None:
     """Ends a run, detached or not, as Ctrl-C in its terminal does.
 
-    RUN is a run directory. A checkpoint is made first, if the job has any; the command waits for it, and
-    says what resumes the run. Exit status 4 if the run has not ended in time.
+    RUN is a run directory. A checkpoint is made first, if the job makes any; the command waits for it, and
+    prints the command that resumes the run. Exit status 4 if the run has not ended in time.
 
     \b
     Examples:
@@ -177,10 +177,10 @@ def stop(run: Path, now: bool, wait_s: float) -> None:
 @click.option("--servers", type=int, required=True, help="New number of shards of the parameter server.")
 @click.option("--wait-s", type=float, default=300.0, metavar="SECONDS", help="Longest wait (300).")
 def reshard(run: Path, servers: int, wait_s: float) -> None:
-    """Changes the number of shards of a run that goes on.
+    """Changes the number of shards of a running job.
 
-    RUN is a run directory. New shards are started, get the parameters while the workers wait, and take the place of the
-    present ones. If a node is lost meanwhile, the present ones stay, and the exit status is not 0.
+    RUN is a run directory. New shards are started, get the parameters while the workers wait, and replace the
+    present shards. If a node is lost meanwhile, the present shards stay, and the exit status is not 0.
 
     \b
     Examples:

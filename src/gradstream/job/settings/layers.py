@@ -1,4 +1,4 @@
-"""Applies layers of settings to a job. Pure, except that it imports the classes that are named."""
+"""Applies layers of settings to a job. Pure, except that it imports the named classes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OF_THE_JOB = frozenset({"argv", "callbacks", "cwd", "model", "data", "spec", "or
 def apply(job: Job, layers: Iterable[Sequence[Setting]]) -> Job:
     """The job with these settings; its `origins` hold the origin of each value.
 
-    A layer that names a strategy or an optimizer begins from its defaults: options of weaker layers were meant for
-    another one. A key that is no field of a job may be a field of the strategy.
+    A layer that names a strategy or an optimizer starts from its defaults: options in weaker layers were meant for
+    another strategy. A key that is no field of a job may be a field of the strategy.
 
     Args:
-        job: as its file gives it.
+        job: as its file defines it.
         layers: from the weakest to the strongest. Within a layer, the last of equal keys counts; otherwise
             the order does not matter.
 
@@ -49,7 +49,9 @@ class _Draft:
         self._job = job
         self._hints = _hints_of_a_job()
         self._values: dict[str, Setting] = {}  # by field of the job
-        self._parts: dict[str, dict[str, Setting]] = {}  # by field that is a record, by its field
+        self._parts: dict[
+            str, dict[str, Setting]
+        ] = {}  # by field of the job that is a record, and its own field
         self._cleared: set[str] = set()
         self._origins = dict(job.origins)
 
@@ -58,7 +60,7 @@ class _Draft:
             self._cleared |= RIVALS
             for rival in RIVALS:
                 self._values.pop(rival, None)
-        for setting in sorted(layer, key=lambda one: not _names(one)):
+        for setting in sorted(layer, key=lambda setting: not _names(setting)):
             head, _, tail = setting.key.partition(".")
             if _names(setting):
                 self._check_meant(head)
@@ -75,7 +77,7 @@ class _Draft:
                 self._parts.setdefault("strategy", {})[head] = setting
 
     def _check_meant(self, head: str) -> None:
-        """Raises ConfigError if an option that is dropped with its strategy is one of no strategy: it is misspelt."""
+        """Raises ConfigError if an option that is dropped with its strategy belongs to no strategy: it is misspelt."""
         chosen = self._values.get(head)
         own = _fields(head, chosen.value if chosen else getattr(self._job, head))
         known = (
@@ -107,7 +109,7 @@ class _Draft:
         return dataclasses.replace(job, origins=self._origins)
 
     def _optimizer(self, job: Job) -> Any:
-        """The job's optimizer, or else the strategy's own, with the options that were given."""
+        """The job's optimizer, or else the strategy's own, with the options that were set."""
         base: Any = job.optimizer
         if base is None:
             strategy = find_strategy(
@@ -118,24 +120,26 @@ class _Draft:
         return find_optimizer(base, self._options("optimizer", base))
 
     def _options(self, head: str, spec: Any) -> dict[str, Any]:
-        """The options given for the strategy or optimizer, converted to the types of its fields."""
-        given = self._parts.get(head)
-        if given and head == "strategy" and spec == AUTO:
-            raise self._unknown(next(iter(given.values())))
-        return self._fitted(head, given, class_of(head, spec)) if given else {}
+        """The options set for the strategy or optimizer, converted to the types of its fields."""
+        settings = self._parts.get(head)
+        if settings and head == "strategy" and spec == AUTO:
+            raise self._unknown(next(iter(settings.values())))
+        return self._fitted(head, settings, class_of(head, spec)) if settings else {}
 
     def _record(self, head: str, value: Any) -> Any:
-        """The value of a field that is a record, with the given settings of its own fields."""
+        """The value of a field that is a record, with the settings of its own fields."""
         kind: Any = type(value) if dataclasses.is_dataclass(value) else record_in(self._hints[head])
         if kind is None:
             raise self._unknown(next(iter(self._parts[head].values())))
-        given = self._fitted(head, self._parts[head], kind)
-        return dataclasses.replace(value, **given) if isinstance(value, kind) else kind(**given)
+        fields = self._fitted(head, self._parts[head], kind)
+        return dataclasses.replace(value, **fields) if isinstance(value, kind) else kind(**fields)
 
-    def _fitted(self, head: str, given: Mapping[str, Setting], made_by: Callable[..., Any]) -> dict[str, Any]:
+    def _fitted(
+        self, head: str, settings: Mapping[str, Setting], made_by: Callable[..., Any]
+    ) -> dict[str, Any]:
         hints = fields_of(made_by)
         fitted = {}
-        for tail, setting in given.items():
+        for tail, setting in settings.items():
             if tail not in hints:
                 raise self._unknown(setting)
             fitted[tail] = self._fit(setting, hints[tail])
@@ -172,7 +176,7 @@ class _Draft:
             has = f"the strategy, {name}, has no {field!r}; it is an option of {', '.join(owners)}"
             return ConfigError(f"{setting.origin}: {has}")
         if head == "strategy" and setting.key not in known:
-            known |= {f"strategy.{one}" for name in STRATEGIES for one in _fields("strategy", name)}
+            known |= {f"strategy.{field}" for name in STRATEGIES for field in _fields("strategy", name)}
         near = _nearest(setting.key, known)
         if near:
             return ConfigError(f"unknown key `{setting.key}` (did you mean `{near}`?) in {setting.origin}")
@@ -201,7 +205,7 @@ def _fields(head: str, spec: Any) -> list[str]:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:
-    """The key that was probably meant: one that ends with `key`, or else one with similar spelling."""
+    """The key that was probably meant: one that ends with `key`, or else one with a similar spelling."""
     ends = [name for name in sorted(known) if name.endswith(f".{key}")]
     near = ends or difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
     return near[0] if near else None

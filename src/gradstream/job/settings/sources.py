@@ -35,12 +35,12 @@ _NAME = re.compile(r"[\w.\-\s\"']+")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value that was given.
+    """One value that was set.
 
     Args:
         key: "workers", or "strategy.push_every".
-        value: the value as TOML has it, or a `Word` as it was typed.
-        origin: the place where it was given: "gradstream.toml:3", "--workers".
+        value: in the form of TOML, or a `Word` as it was typed.
+        origin: where it was set: "gradstream.toml:3", "--workers".
     """
 
     key: str
@@ -82,7 +82,7 @@ def from_toml_text(text: str, path: Path) -> list[Setting]:
 def from_environment(environment: Mapping[str, str]) -> list[Setting]:
     """GRADSTREAM_WORKERS=4 is `workers`, GRADSTREAM_STRATEGY__PUSH_EVERY=10 `strategy.push_every`.
 
-    Variables that Kubernetes sets for a service whose name begins with "gradstream" are none.
+    Variables that Kubernetes sets for a service whose name begins with "gradstream" do not count.
     """
     return [
         Setting(name.removeprefix(PREFIX).lower().replace("__", "."), Word(value), name)
@@ -109,7 +109,7 @@ def from_texts(texts: Iterable[str], origin: str = "--set") -> list[Setting]:
 
 
 def _lines(text: str) -> dict[str, int]:
-    """The line of each key, by its dotted name, for messages; tomllib does not give lines."""
+    """The line of each key, by its dotted name, for messages; tomllib does not report lines."""
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -23,13 +23,13 @@ SHOWN_BYTES = 512
 
 
 class Word(str):
-    """A value as somebody typed it, in the environment or on the command line."""
+    """A value as it was typed, in the environment or on the command line."""
 
     __slots__ = ()
 
 
 class MisfitError(Exception):
-    """A value of a wrong type; `expected` describes the right ones in words."""
+    """A value of a wrong type; `expected` describes the right types in words."""
 
     def __init__(self, expected: str) -> None:
         super().__init__(expected)
@@ -40,7 +40,7 @@ def shown(value: Any) -> str:
     """The text of a value in a message."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
-    except (ValueError, TypeError, RecursionError):  # keys or numbers that JSON has not
+    except (ValueError, TypeError, RecursionError):  # keys or numbers that JSON does not have
         text = f"a {type(value).__name__}"
     return escaped(text, SHOWN_BYTES)
 
@@ -55,7 +55,7 @@ def fit(value: Any, hint: Any) -> Any:
         MisfitError: the value fits no type of the union, or a setting cannot have these types.
         ConfigError: there is no function at a place.
     """
-    if isinstance(value, Mapping):  # an object, as config.toml has it
+    if isinstance(value, Mapping):  # an object, in the form of config.toml
         value = revived(value)
         if not isinstance(value, Mapping):
             return value
@@ -78,7 +78,7 @@ def fields_of(made_by: Callable[..., Any]) -> Mapping[str, Any]:
 
     try:
         hints = typing.get_type_hints(made_by if inspect.isfunction(made_by) else made_by.__init__)
-    except Exception:  # annotations of the user's that only a type checker can resolve
+    except Exception:  # the user's annotations, which only a type checker can resolve
         hints = {}
     try:
         names = list(inspect.signature(made_by).parameters)
@@ -99,7 +99,7 @@ Taker = Callable[[Any, Any], Any]
 
 
 def _taker(member: Any) -> Taker | None:
-    """What reads and checks values of a type; None for types that cannot be written."""
+    """The function that reads and checks values of a type; None for types that cannot be written."""
     base = typing.get_origin(member) or member
     if base in _TAKERS:
         return _TAKERS[base]
@@ -219,7 +219,7 @@ def _record(value: Any, member: Any) -> Any:
     fitted = {key: fit(entry, hints[key]) for key, entry in value.items()}
     try:
         return member(**fitted)
-    except TypeError as error:  # a field that has no default is missing
+    except TypeError as error:  # a field without a default is missing
         raise MisfitError(f"a table with keys of {', '.join(hints)}: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Starts the nodes of a run on this machine, receives their messages, and leaves none running."""
+"""Starts the nodes of a run on this machine, receives their messages, and leaves no node running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradstream.run.local.link import ForkserverLink
 from gradstream.runtime.storage import private_folder
 
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.placement:main"
-"""Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
+"""Main functions of processes: a node, and a worker that is a script with its own training loop."""
 
 HANG_UP_S = 5.0
 
@@ -56,7 +56,7 @@ class Cluster(ABC):
         """Ends every node that still runs. Idempotent."""
 
     def post(self, message: dict[str, Any]) -> None:
-        """Adds a message from elsewhere, which `message` returns in its turn. May be called from any thread."""
+        """Adds a message from elsewhere, which `message` returns in its turn. Thread-safe."""
         self._messages.put(message)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
@@ -89,10 +89,10 @@ class LocalCluster(Cluster):
     Args:
         logs: folder for the output of nodes; made when missing.
         environment: environment variables of the nodes (see `node_environment`).
-        shards: whether nodes exchange through servers, whose code is then imported before the nodes are forked.
-        split: the same of split models.
-        cwd: working directory of the nodes; None, or one that is not there, is that of this process.
-        link: to a forkserver that is there; None starts one, whose nodes end with this process.
+        shards: whether nodes exchange through servers, whose code is then imported before forking.
+        split: the same for split models.
+        cwd: working directory of the nodes; None, or a missing directory, means that of this process.
+        link: to an existing forkserver; None starts a forkserver, whose nodes end with this process.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LocalCluster(Cluster):
         self.link.order(signal=name, number=number)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """See `Cluster.message`; where the forkserver was there before, {"entered": true} follows what was before.
+        """See `Cluster.message`. With an existing forkserver, {"entered": true} follows its earlier messages.
 
         Raises:
             InternalError: the forkserver itself has ended, and with it all nodes.

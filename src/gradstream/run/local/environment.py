@@ -1,4 +1,4 @@
-"""The environment of the nodes on this machine: threads of arithmetic, and how memory is kept."""
+"""The environment of the nodes on this machine: arithmetic threads, and how memory is kept."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ With the default of 5 ms, nearly every hop of a message would take 5 ms longer.
 # Vectors of hundreds of MB are allocated and freed at every step. If they went back to the kernel each time,
 # it would zero their pages again: at 75 M parameters that costs the plain loop 13 %.
 KEEP_PAGES = {
-    # A thread's own arena keeps no more than 64 MiB: on the arithmetic thread the pages of a step would be
-    # taken from the system anew each time (a convolutional network: 0.42 s a step instead of 0.26 s).
+    # A thread's own arena keeps no more than 64 MiB: the arithmetic thread would get the pages of a step from
+    # the system anew each time (a convolutional network: 0.42 s a step instead of 0.26 s).
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
-# Arithmetic threads wait for each other by spinning, which is best where each has a core. A shard and a worker
+# Arithmetic threads wait for each other by spinning, which is best if each has a core. A shard and a worker
 # together have more threads than cores: one then spins on the core that another needs (a worker and a shard
 # on two cores, over TCP: 460 samples/s spinning, 830 yielding; a worker alone: 3,400 and 2,750).
 YIELD = {"OMP_WAIT_POLICY": "PASSIVE"}
 
-# gRPC's own preparations for a fork end the processes that a data loader forks from a node. They use no gRPC.
+# gRPC's own fork handlers end the processes that a data loader forks from a node. They use no gRPC.
 NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
 def hash_seed() -> str:
-    """PYTHONHASHSEED of the nodes of a run that begins here: with one seed, sets have the same order in all of them."""
-    given = os.environ.get("PYTHONHASHSEED", "random")
-    return "0" if given == "random" else given
+    """PYTHONHASHSEED of the nodes of a new run: with one seed, sets have the same order in all of them."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return "0" if seed == "random" else seed
 
 
 def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
@@ -57,7 +57,7 @@ def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
 
     Args:
         workers: number of workers that share the cores of this machine.
-        shards: whether shards of the server share them too.
+        shards: whether shards of the server share them, too.
     """
     threads = str(max(1, num_cores() // max(1, workers)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -69,7 +69,7 @@ def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
 
 
 # ---- ranks -------------------------------------------------------------------------------
-# Sets the environment of a script: its rank, and the address at which torch.distributed meets.
+# Sets the environment of a script: its rank, and the rendezvous address of torch.distributed.
 #
 # The variables are those of torchrun, so that the script's own `init_process_group` and libraries work alike.
 
@@ -107,7 +107,7 @@ def set_environment(rank: int, size: int, per_machine: int, master: tuple[str, i
         rank: rank of the worker.
         size: number of workers.
         per_machine: number of workers on each machine; the first machine has the lowest ranks.
-        master: host and port at which rank 0 listens where the script makes a process group.
+        master: host and port at which rank 0 listens if the script makes a process group.
         own: host at which the others reach this worker.
     """
     machine, local = divmod(rank, per_machine)
@@ -123,7 +123,7 @@ def set_environment(rank: int, size: int, per_machine: int, master: tuple[str, i
         "MASTER_PORT": master[1],
     }
     os.environ.update({name: str(value) for name, value in values.items()})
-    # A torchrun that has started the launcher sets it, but its store is not at MASTER_ADDR.
+    # A torchrun that started the launcher sets it, but its store is not at MASTER_ADDR.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     names = [name for name, address in interfaces().items() if address == own and not is_loopback(own)]
     if names:
@@ -134,10 +134,10 @@ def set_environment(rank: int, size: int, per_machine: int, master: tuple[str, i
 # ---- signals -----------------------------------------------------------------------------
 # Handles Ctrl-C and SIGTERM during a run: the first asks it to stop, the second ends it at once.
 #
-# A further SIGTERM changes nothing: the processes of the run are being ended.
+# A further SIGTERM changes nothing: the processes of the run are already being ended.
 #
-# The launcher passes it on to nodes as `stop_signal`. Slurm sends SIGTERM to all processes of a step at once, nodes
-# included; there they ignore it, and wait for what the launcher decides.
+# The launcher passes the stop on to nodes as `stop_signal`. Slurm sends SIGTERM to all processes of a step at once,
+# nodes included; there they ignore it, and wait for the launcher's decision.
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -148,7 +148,7 @@ def stop_signal() -> signal.Signals:
 
 
 def sigterm_of_nodes() -> signal.Handlers:
-    """What a node does at SIGTERM before it has a handler of its own."""
+    """How a node reacts to SIGTERM before it has its own handler."""
     return signal.SIG_DFL if stop_signal() is signal.SIGTERM else signal.SIG_IGN
 
 
@@ -166,7 +166,7 @@ class StopSignals:
         self.asked = False
         self._ended = False
         self._is_held = False
-        self._late: int | None = None  # a signal that was put off
+        self._late: int | None = None  # a postponed signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -182,7 +182,7 @@ class StopSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Puts off a second signal, which ends this process, to the end of the context."""
+        """Postpones a second signal, which ends this process, to the end of the context."""
         self._is_held = True
         try:
             yield

@@ -1,30 +1,30 @@
-"""A warm process that nodes are forked from.
+"""A warm process from which nodes are forked.
 
     python -P -m gradstream.run.local.forkserver REPLIES [--control PATH] [module ...]
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
-forked from one that has done it, they start in 0.05 s. The modules imported here start no threads. gRPC
-starts its threads with its first connection, so the children alone make one.
+forked from a process that has done it, they start in 0.05 s. The modules imported here start no threads. gRPC
+starts its threads with its first connection, so only the children make one.
 
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
                           and  {"close": true}: kill all nodes, and end
 Out, to the file descriptor REPLIES:
      {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal, "at_ns": monotonic,
-     "cause": why signal 9 killed it; "" if that is not known}, and
+     "cause": why signal 9 killed it; "" if unknown}, and
 each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
 command line, besides `WARM`, before it forks.
 
 Without a control pipe, no process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process
-kills all nodes. With one (see `link.py`), which is then its standard input, nodes go on without a launcher, and
-this process ends with the last of them. Nodes import the user's modules from FOLDER, and nothing from the folder
-in which the command was typed. Another launcher comes in with
+kills all nodes. With a control pipe (see `link.py`), which is then its standard input, nodes go on without a launcher,
+and this process ends with the last of them. Nodes import the user's modules from FOLDER, and nothing from the folder
+in which the command was typed. Another launcher connects with
 
     {"keep": {...}}       what a successor has to know
     {"enter": path}       a named pipe for the replies; they begin with {"kept": {...}, "pid": n}, each node's
-                          messages since it was started, those that run first, and {"entered": true}
+                          messages since it was started, those of running nodes first, and {"entered": true}
 
-In either case the kernel kills the nodes where this process is killed.
+In either case the kernel kills the nodes if this process is killed.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ if TYPE_CHECKING:
 
 
 # ---- node log ----------------------------------------------------------------------------
-# Writes the output of a node to its log file; a full disk loses some of it, and does not end the node.
+# Writes the output of a node to its log file; a full disk loses some of it, but does not end the node.
 
 WARNING_BYTES = 2048
 """Longest warning that the launcher shows."""
 
 
 def show_warnings(node: str, say: Callable[..., None]) -> None:
-    """Has the launcher show the warnings of this process, each distinct one once; the log gets all of them.
+    """Makes the launcher show the warnings of this process, each distinct warning once; the log gets all of them.
 
     Args:
         say: sends a message to the launcher.
@@ -150,7 +150,7 @@ ORDER_BYTES = 1 << 20
 """Longest order."""
 
 MESSAGES = 64
-"""Messages of a node that are kept for another launcher. A node has few that matter: its address, its error."""
+"""Messages of a node that are kept for another launcher. Few of a node's messages matter: its address, its error."""
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class _Child:
     pid: int
     pipe: int  # read end of the pipe for its messages
     unread: bytes = b""  # beginning of a message
-    struck: bool = False  # the launcher had it killed
+    struck: bool = False  # whether the launcher had it killed
 
 
 class _Server:
@@ -168,7 +168,7 @@ class _Server:
     Args:
         orders: file descriptor that orders are read from.
         replies: file descriptor that replies are written to.
-        control: the named pipe that `orders` reads, through which another launcher may come; None if all nodes end
+        control: the named pipe that `orders` reads, by which another launcher may connect; None if all nodes end
             with the launcher.
     """
 
@@ -176,7 +176,7 @@ class _Server:
         self._orders = orders
         self._replies = replies  # -1 without a launcher
         self._control = control
-        self._own_end = -1  # of the control pipe, without a launcher: it keeps the pipe from being at its end
+        self._own_end = -1  # of the control pipe, without a launcher: it keeps the pipe from reaching its end
         self._history = History()
         self._closing = False
         self._pending = b""
@@ -187,7 +187,7 @@ class _Server:
         os.set_blocking(self._wakeup, False)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # it only has to wake the loop up
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only has to wake up the loop
         if sigterm_of_nodes() is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         else:
@@ -246,7 +246,7 @@ class _Server:
             self._closing = True
 
     def _lose_launcher(self) -> None:
-        """Notes that the launcher is gone: ends, or waits at the control pipe for another one."""
+        """Handles the loss of the launcher: ends, or waits at the control pipe for another launcher."""
         self._pending = b""
         self._hang_up_replies()
         if self._control is None:
@@ -255,11 +255,11 @@ class _Server:
             self._own_end = open_writer(self._control)
 
     def _meet(self, replies: Path) -> None:
-        """Tells another launcher what it has to know, and goes on with it."""
+        """Sends another launcher the kept state, and continues with it."""
         try:
             pipe = open_writer(replies)
         except OSError:
-            return  # it is gone by now
+            return  # that launcher is already gone
         self._hang_up_replies()
         self._replies = pipe
         if self._own_end >= 0:
@@ -318,7 +318,7 @@ class _Server:
                 continue
             del self._children[pid]
             self._hear(child)
-            if child.pipe >= 0:  # a process that the node has started still holds the other end
+            if child.pipe >= 0:  # a process that the node started still holds the other end
                 self._hang_up(child)
             code = os.waitstatus_to_exitcode(status)
             ended: dict[str, Any] = {"exited": child.name, "status": code, "at_ns": time.monotonic_ns()}
@@ -327,7 +327,7 @@ class _Server:
             self._reply(ended)
 
     def _reply(self, message: dict[str, Any]) -> None:
-        """Sends a message to the launcher; where it is gone, another one gets it later."""
+        """Sends a message to the launcher; if it is gone, another launcher gets the message later."""
         self._history.note(message)
         self._send(message)
 
@@ -341,10 +341,10 @@ class _Server:
 
 
 class History:
-    """What another launcher has to know.
+    """The state and messages kept for another launcher.
 
     Attributes:
-        kept: what the launcher has left for it.
+        kept: the state that the launcher left for it.
     """
 
     def __init__(self) -> None:
@@ -352,7 +352,7 @@ class History:
         self._of_nodes: dict[str, list[dict[str, Any]]] = {}
 
     def note(self, message: dict[str, Any]) -> None:
-        """Keeps a message, except those that were only to be shown."""
+        """Keeps a message, unless it was only meant to be shown."""
         name = message.get("started") or message.get("from") or message.get("exited")
         if name is None or "output" in message or "printed" in message:
             return
@@ -386,7 +386,7 @@ def _become(order: dict[str, Any], parent: int, report: int) -> None:
         os.closerange(4, 1 << 16)
         sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115  # open until the process ends
         os.set_inheritable(3, False)
-        # print() must not raise where the disk is full.
+        # print() must not raise when the disk is full.
         sys.stdout, sys.stderr = log_stream(1, by_line=False), log_stream(2, by_line=True)
         sys.stderr.write(f"{order['start']}: pid {os.getpid()}\n")
         status = _call(order["main"], [*order["argv"], "--report-fd", "3"])
@@ -415,7 +415,7 @@ def _open_log(path: str) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies; exits if that has happened already.
+    """Makes the kernel kill this process when its parent dies; exits if that has happened already.
 
     Without prctl (not on Linux), only closed pipes tell.
     """
@@ -440,7 +440,7 @@ def main() -> None:
     """Loads what nodes need, then forks nodes for as long as the launcher listens."""
     replies, *modules = int(sys.argv[1]), *sys.argv[2:]
     os.set_inheritable(replies, False)
-    # A mask of signals is inherited, from a program that starts runs as well.
+    # A process inherits its signal mask, even from a program that starts runs.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
     orders = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -456,7 +456,7 @@ def main() -> None:
     gc.freeze()  # a collection in a child would touch, and so copy, every page of these modules
     server.serve()
     sys.stderr.flush()
-    os._exit(0)  # the launcher waits, and to take down what torch has loaded would take 0.2 s
+    os._exit(0)  # the launcher waits, and unloading torch would take 0.2 s
 
 
 if __name__ == "__main__":

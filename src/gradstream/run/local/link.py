@@ -1,4 +1,4 @@
-"""`ForkserverLink`: a launcher's two pipes to its forkserver, which it has started, or found without a launcher."""
+"""`ForkserverLink`: a launcher's two pipes to its forkserver, a new one or one whose launcher has died."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from gradstream.run.remote.address import TOKEN
 #     launcher  ── orders ──▶ .control ──▶ forkserver       the first launcher, and each later one
 #     launcher  ◀── replies ─ pipe ──── forkserver         anonymous for the first; a later one makes .replies-<pid>
 #
-# Only its user can open it. Whoever opens it for writing learns from the kernel whether a forkserver reads it, so a
-# pipe that a killed forkserver has left behind tells nothing wrong. Nothing listens on a socket.
+# Only its user can open it. Opening it for writing shows whether a forkserver reads it, so a pipe that a killed
+# forkserver left behind misleads nobody. Nothing listens on a socket.
 
 CONTROL = ".control"
 
 
 def make_pipe(path: Path) -> None:
-    """Makes a named pipe for this user alone; one that is there is left over, and removed.
+    """Makes a named pipe for this user alone; removes a left-over pipe first.
 
     Raises:
         ConfigError: the file system has no named pipes.
@@ -47,12 +47,12 @@ def make_pipe(path: Path) -> None:
 
 
 def open_reader(path: Path) -> int:
-    """Opens the end for reading, without waiting for a writer. Raises as `open_writer`."""
+    """Opens the read end, without waiting for a writer. Raises as `open_writer`."""
     return _opened(path, os.O_RDONLY)
 
 
 def open_writer(path: Path) -> int:
-    """Opens the end for writing.
+    """Opens the write end.
 
     Raises:
         OSError: there is no pipe (ENOENT), or nobody reads it (ENXIO).
@@ -72,9 +72,9 @@ def has_reader(path: Path) -> bool:
     return True
 
 
-def _opened(path: Path, way: int) -> int:
+def _opened(path: Path, flag: int) -> int:
     try:
-        pipe = os.open(path, way | os.O_NONBLOCK | os.O_NOFOLLOW)
+        pipe = os.open(path, flag | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -96,16 +96,16 @@ OF_SERVERS = "gradstream.run.shard", "gradstream.worker.server.exchange"
 """Modules of the nodes of a run with servers."""
 
 OF_PARTS = "gradstream.worker.parts", "gradstream.split.cut", "torch._dynamo"
-"""Modules of the nodes of a run with split models. To work out shapes, torch imports the last one: 2 s."""
+"""Modules of the nodes of a run with split models. To work out shapes, torch imports the last of them, in 2 s."""
 
 ANSWER_S = 30.0
 """Seconds that a forkserver may take to answer. It has one thread, which forks nodes and passes on messages."""
 
 
 def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a Python process that finds this package: our own with other values of some variables.
+    """The environment of a Python process that finds this package: our own, with these values of some variables.
 
-    Without the token of runs on several machines: this process has it, and no other one needs it.
+    Without the token of runs on several machines: this process has it, and no other process needs it.
     """
     source = str(Path(__file__).resolve().parents[3])  # the folder of the package
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -114,7 +114,7 @@ def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def there(cwd: str | None) -> str | None:
-    """The working directory for a process; None, that of this process, where it is not there any more."""
+    """The working directory for a process; None, for that of this process, if it no longer exists."""
     return cwd if cwd and os.path.isdir(cwd) else None
 
 
@@ -125,8 +125,8 @@ class ForkserverLink:
     Args:
         orders, replies: JSON lines; see `forkserver`.
         pid: the forkserver's process id, for as long as `replies` is not at its end.
-        process: the forkserver, where this process has started it.
-        kept: what the launcher before has left; {} where this one has started the forkserver.
+        process: the forkserver, if this process started it.
+        kept: the state that the previous launcher left; {} if this one started the forkserver.
     """
 
     orders: BinaryIO
@@ -152,8 +152,8 @@ class ForkserverLink:
             log: file for its output.
             environment: environment variables of the nodes.
             shards, split: whether it imports the code of servers, and of split models, before it forks nodes.
-            cwd: working directory of the nodes; None, or one that is not there, is that of this process.
-            control: where another launcher may come in later; None if the nodes end with this one.
+            cwd: working directory of the nodes; None, or a missing directory, means that of this process.
+            control: where another launcher may connect later; None if the nodes end with this one.
 
         Raises:
             ConfigError: the file system has no named pipes for a control pipe.
@@ -163,7 +163,7 @@ class ForkserverLink:
         if control is not None:
             make_pipe(control)
             ends = open_reader(control), open_writer(control)
-        # Replies have a pipe of their own: what the start of an interpreter prints would look like one.
+        # Replies have a pipe of their own: the start-up output of an interpreter would look like a reply.
         replies, their_end = os.pipe()
         try:
             with open(log, "ab") as output:
@@ -194,7 +194,7 @@ class ForkserverLink:
 
     @classmethod
     def entered(cls, control: Path) -> ForkserverLink | None:
-        """Connects a new launcher to the forkserver of one that has died. The caller already holds the launcher's lock.
+        """Connects a new launcher to the forkserver of a dead one. The caller already holds the launcher's lock.
 
         Args:
             control: the named pipe on which the forkserver takes orders.
@@ -209,14 +209,17 @@ class ForkserverLink:
         path = control.with_name(f".replies-{os.getpid()}")
         make_pipe(path)
         try:
-            replies, own_end = open_reader(path), open_writer(path)  # no end is seen before it has come
+            replies, own_end = (
+                open_reader(path),
+                open_writer(path),
+            )  # own_end: no end of file before it connects
             try:
                 orders = os.fdopen(open_writer(control), "wb", 0)
-                # What the launcher before had begun to write ends here.
+                # Terminates an order that the previous launcher may have left unfinished.
                 orders.write(b"\n" + json.dumps({"enter": str(path)}).encode() + b"\n")
                 answer = select.poll()
                 answer.register(replies, select.POLLIN)
-                answer.register(orders, 0)  # says so if the forkserver ends
+                answer.register(orders, 0)  # reports it if the forkserver ends
                 ready = dict(answer.poll(1000 * ANSWER_S))
                 if not ready:
                     raise DeadlineError(
@@ -241,7 +244,7 @@ class ForkserverLink:
         return cls(orders, file, first["pid"], kept=first["kept"])
 
     def order(self, **order: Any) -> None:
-        """Sends an order. Where the forkserver is gone, `replies` says so."""
+        """Sends an order. If the forkserver is gone, `replies` shows it."""
         data = json.dumps(order).encode() + b"\n"
         try:
             while data:
@@ -251,7 +254,7 @@ class ForkserverLink:
             pass
 
     def close(self) -> None:
-        """Has the forkserver kill all nodes and end. `kill` follows where it does not. Idempotent."""
+        """Makes the forkserver kill all nodes and end; `kill` follows if it does not. Idempotent."""
         if self.orders.closed:
             return
         self.order(close=True)
@@ -261,5 +264,5 @@ class ForkserverLink:
             pass
 
     def kill(self) -> None:
-        """Kills the forkserver; the kernel kills the nodes with it. Only while `replies` is not at its end."""
+        """Kills the forkserver; the kernel kills the nodes with it. Call only while `replies` is not at its end."""
         os.kill(self.pid, signal.SIGKILL)

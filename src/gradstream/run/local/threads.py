@@ -22,7 +22,7 @@ from gradstream.run.local.cluster import NODE, Cluster
 from gradstream.run.local.environment import SWITCH_INTERVAL_S, stop_signal
 
 HANG_UP_S = 10.0
-GOODBYE_S = 2.0  # longer than an endpoint takes to close: interrupted, it would leave a server behind
+GOODBYE_S = 2.0  # longer than an endpoint takes to close: if interrupted, it would leave a server behind
 CANCELLED = -9
 """Exit status of a node that was cancelled: that of a process killed by SIGKILL."""
 
@@ -58,7 +58,7 @@ class ThreadCluster(Cluster):
         super().__init__(logs)
         self._run_node = run_node
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stops: dict[str, Callable[[], None]] = {}  # how a node is asked to stop
+        self._stops: dict[str, Callable[[], None]] = {}  # functions that ask nodes to stop
         self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradstream-compute")
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -80,7 +80,7 @@ class ThreadCluster(Cluster):
         self._loop.call_soon_threadsafe(stop or partial(self._cancel, name))
 
     def close(self) -> None:
-        """Stops every node that still runs, and waits some seconds for the present computation. Idempotent.
+        """Stops every node that still runs, and waits some seconds for the current computation. Idempotent.
 
         Unlike a process, a thread cannot be killed.
         """

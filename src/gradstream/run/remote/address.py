@@ -25,7 +25,7 @@ class Address:
 
     Args:
         host: name or IP address; IPv6 without brackets.
-        port: the port; 0 where none was given.
+        port: the port; 0 if unset.
     """
 
     host: str
@@ -66,8 +66,9 @@ class Address:
     def check_listen(self) -> None:
         """Raises ConfigError for an address at which no other machine reaches this one.
 
-        That is a wildcard address, or loopback that a name leads to; loopback by its own name or number is allowed, for
-        machines that are processes of this one.
+        That is a wildcard address, or a name that leads to loopback; loopback itself, by name or number, is allowed,
+        for
+        "machines" that are processes of this one.
         """
         try:
             wildcard = ipaddress.ip_address(self.host).is_unspecified
@@ -110,7 +111,7 @@ class Address:
 
 
 def _resolved(host: str) -> str:
-    """The address at which this machine would listen; "" if there is none, which `check_free` tells."""
+    """The address at which this machine would listen; "" if there is none, which `check_free` reports."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0])
     except (OSError, UnicodeError):
@@ -126,7 +127,7 @@ def local_address(peer: Address) -> str:
 
 
 def token_of_environment(environment: Mapping[str, str]) -> str | None:
-    """The token that GRADSTREAM_TOKEN holds, or the file that GRADSTREAM_TOKEN_FILE names.
+    """The token in GRADSTREAM_TOKEN, or in the file that GRADSTREAM_TOKEN_FILE names.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -137,27 +138,27 @@ def token_of_environment(environment: Mapping[str, str]) -> str | None:
 
 
 def token_in(file: Path, what: str) -> str:
-    """Reads the token in a file. Raises ConfigError, which names `what`, where the file cannot be read."""
+    """Reads the token in a file. If the file cannot be read, raises ConfigError, which names `what`."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(f"{what} {file}: {error.strerror}") from None
 
 
-def new_token(given: str | None = None) -> str:
-    """The token of a run: the one given, or 128 random bits.
+def new_token(token: str | None = None) -> str:
+    """The token of a run: this one, or 128 random bits.
 
     Raises:
-        ConfigError: the given token is so short that it could be guessed.
+        ConfigError: the token is so short that it could be guessed.
     """
-    if given is None:
+    if token is None:
         return secrets.token_hex(16)
-    if len(given) < MIN_TOKEN_CHARS:
+    if len(token) < MIN_TOKEN_CHARS:
         raise ConfigError(
-            f"the token has {len(given)} characters, expected at least {MIN_TOKEN_CHARS}; it comes from --token, "
+            f"the token has {len(token)} characters, expected at least {MIN_TOKEN_CHARS}; it comes from --token, "
             f"--token-file, {TOKEN} or {TOKEN_FILE}: to join a run, copy the launcher's token whole"
         )
-    return given
+    return token
 
 
 # ---- places ------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def moved(spec: Mapping[str, Any], place: Callable[[Path], Path]) -> dict[str, A
     """The description of a run, or a part of it, with other paths of the user's files.
 
     Args:
-        spec: as JSON holds a `NodeSpec`.
+        spec: a `NodeSpec` as JSON.
         place: the new path of a file.
     """
     return {key: _moved(key, value, place) for key, value in spec.items()}
@@ -183,7 +184,7 @@ def _moved(key: str, value: Any, place: Callable[[Path], Path]) -> Any:
             return {name: _moved("function", metric, place) for name, metric in value.items()}
         return moved(value, place)
     if isinstance(value, list | tuple):
-        return [_moved("", one, place) for one in value]
+        return [_moved("", entry, place) for entry in value]
     if key not in ("class", "function") or not isinstance(value, str):
         return value
     file, _, name = value.rpartition(":")
@@ -192,11 +193,11 @@ def _moved(key: str, value: Any, place: Callable[[Path], Path]) -> Any:
 
 def files_of(spec: Mapping[str, Any]) -> list[Path]:
     """The user's files that the description of a run names, without `job` and `script`."""
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
 
     def note(file: Path) -> Path:
-        found[file] = None
+        files[file] = None
         return file
 
     moved(spec, note)
-    return list(found)
+    return list(files)

@@ -1,7 +1,7 @@
 """The certificate authority of one run; the launcher makes it and keeps it in memory only.
 
-Its certificate is also what the join service shows. So one fingerprint, in the line that joins
-a machine, vouches for the service, and through it for every node of the run.
+The join service shows its certificate, too. So one fingerprint, in the command that joins a machine,
+vouches for the service, and through it for every node of the run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from gradstream.transport.security import Tls
 from gradstream.wire import v1
 
 # ---- certificates ------------------------------------------------------------------------
-# Keys and certificates: what a certificate authority makes them of. Imports nothing of the network.
+# Keys and certificates, from which a certificate authority is made. Imports nothing of the network.
 
 LIFE = datetime.timedelta(days=30)
-SKEW = datetime.timedelta(hours=1)  # clocks of machines differ
+SKEW = datetime.timedelta(hours=1)  # the clocks of machines differ
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -50,13 +50,13 @@ class Key:
         return _pem(self._key)
 
     def request(self) -> bytes:
-        """A certificate signing request: proof of having the key. The names are the authority's to give."""
+        """A certificate signing request: proof of having the key. The authority chooses the names."""
         request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
         return request.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 def self_signed(name: str) -> tuple[bytes, bytes]:
-    """Certificate and key, PEM, of a server that vouches for itself: whoever gets the certificate trusts it alone."""
+    """Certificate and key, PEM, of a server that vouches for itself: whoever has the certificate trusts it alone."""
     key = ec.generate_private_key(ec.SECP256R1())
     who = common_name(name)
     made = certificate_builder(who, who, key.public_key(), [name], is_authority=True)
@@ -76,13 +76,13 @@ def certificate_builder(
     *,
     is_authority: bool,
 ) -> x509.CertificateBuilder:
-    """A certificate that is to be signed.
+    """A certificate that is yet to be signed.
 
     Args:
-        subject: whose it is.
+        subject: who owns it.
         issuer: who signs it.
         key: the public key of the subject.
-        names: names of nodes that it vouches for.
+        names: names of the nodes that it vouches for.
         is_authority: whether the subject may sign others.
     """
     now = datetime.datetime.now(datetime.UTC)
@@ -130,7 +130,7 @@ class CertificateAuthority:
 
     Attributes:
         certificate: its own, PEM.
-        fingerprint: of that, "sha256:…".
+        fingerprint: of that certificate, "sha256:…".
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class CertificateAuthority:
         return Credentials(secret, tls.authority, tls.certificate, tls.key)
 
     def sign(self, name: str, request: bytes) -> bytes:
-        """The certificate, PEM, of the node `name` with the key of a signing request.
+        """The certificate, PEM, of the node `name` for the key of a signing request.
 
         Raises:
             RefusedError: the request cannot be read, or is not signed with its own key.
@@ -179,7 +179,7 @@ class CertificateAuthority:
 
 
 # ---- invitation --------------------------------------------------------------------------
-# What a run tells the machines that join it, and the certificates that it gives to their nodes.
+# What a run sends to the machines that join it, and the certificates that it gives to their nodes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Invitation:
     Args:
         spec: description of the plan for the nodes, JSON.
         files: SHA-256 of the user's other files that nodes read, by name.
-        port_of: the port at which a node listens, by the node's name; 0 takes a free one.
+        port_of: returns the port at which a node listens, by the node's name; 0 takes a free one.
         zero_ns: see `RunClock`, on this machine; None before training.
     """
 
@@ -219,7 +219,7 @@ class Invitation:
         )
 
     def certified(self, name: str, request: bytes, authority: CertificateAuthority | None) -> v1.Certified:
-        """A node with a certificate that no other process has had: that of a lost one is revoked."""
+        """A node with a certificate that no other process has had: a lost process's certificate is revoked."""
         certificate = authority.sign(name, request) if authority else b""
         return v1.Certified(name=name, certificate=certificate, port=self.port_of(name))
 

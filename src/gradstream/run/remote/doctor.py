@@ -35,7 +35,7 @@ def look_there(
     fingerprint: str | None = None,
     num_bytes: int = MEASURE_BYTES,
 ) -> Iterator[DoctorResult]:
-    """Checks the path to a launcher in steps; a step that fails is the last one, and has a remedy.
+    """Checks the path to a launcher in steps; the first step that fails is the last one, and has a remedy.
 
     Args:
         address: address of the launcher.
@@ -100,7 +100,7 @@ async def _talk(
 
 
 async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[DoctorResult]:
-    trips: list[tuple[float, float]] = []  # seconds there and back, difference of the clocks
+    trips: list[tuple[float, float]] = []  # round trip in seconds, difference of the clocks
     for _ in range(NUM_PINGS):
         begun, date_s = runtime.now(), time.time()
         welcome = await endpoint.call(LAUNCHER, "hello", v1.Hello(), v1.Welcome, silence_s=10)
@@ -128,15 +128,15 @@ def clock_finding(offset_s: float) -> DoctorResult:
 
 
 def version_findings(here: dict[str, str], there: dict[str, str]) -> Iterable[DoctorResult]:
-    """Compares versions on both sides: gradstream and torch must be equal, others only give a warning."""
+    """Compares versions on both sides: gradstream and torch must be equal, others only cause a warning."""
     for name, mine in here.items():
-        theirs = there.get(name, "unknown")
-        if mine.partition("+")[0] == theirs.partition("+")[0]:
+        expected = there.get(name, "unknown")
+        if mine.partition("+")[0] == expected.partition("+")[0]:
             continue
         must = name in ("gradstream", "torch")
         hint = ": install the same version on both machines" if must else ""
         yield DoctorResult(
-            name, f"{mine} here, {theirs} at the launcher{hint}", "failed" if must else "warning"
+            name, f"{mine} here, {expected} at the launcher{hint}", "failed" if must else "warning"
         )
 
 

@@ -1,6 +1,6 @@
-"""Joins a run at its launcher: proves to know the token, and gets node names, certificates and the job.
+"""Joins a run at its launcher: proves knowledge of the token, and gets node names, certificates and the job.
 
-Code and data are this machine's own: it reads its own job file, and the launcher refuses it where that differs.
+Code and data are this machine's own: it reads its own job file, and the launcher refuses it if that differs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Entrance:
         authority: the launcher's certificate, which `reach` has verified; None for plain text.
 
     Attributes:
-        zero_ns: see `RunClock`, on this machine's clock; None before training. It is too late by what the quickest
-            order took to come here.
+        zero_ns: see `RunClock`, on this machine's clock; None before training. It is too late by the latency of the
+            quickest order.
     """
 
     def __init__(self, address: Address, job: Job, name: str, token: str, authority: bytes | None) -> None:
@@ -111,7 +111,7 @@ class Entrance:
         return order
 
     async def report(self, report: v1.Report) -> None:
-        """Reports to the launcher how a node has ended."""
+        """Reports to the launcher how a node ended."""
         assert self._stream is not None
         await self._stream.send(v1.Frame(body=v1.Body(data=report.SerializeToString())))
 
@@ -127,7 +127,7 @@ class Entrance:
         return str(self._address.at(go.port))
 
     def network(self, node: v1.Certified) -> list[str]:
-        """The arguments of a node of this machine that concern its network."""
+        """The network arguments of a node of this machine."""
         listen, credentials = str(Address(self._host, node.port)), Credentials(self._token.encode())
         if self._authority is None:
             return ["--listen", listen, "--credentials", str(credentials), "--insecure"]
@@ -157,7 +157,7 @@ class Entrance:
         path, expected = job_file.with_name(name), grant.files.get(name, "not known")
         here = file_hash(path) if path.is_file() else "no such file"
         if here != expected and job_file.is_file() and file_hash(job_file) == expected:
-            return job_file  # which has another name here
+            return job_file  # it has another name here
         if here != expected:
             raise JoinRefusedError(
                 LAUNCHER,

@@ -1,4 +1,4 @@
-"""Compares values that must be the same on all machines of a run; each has a remedy where it differs."""
+"""Compares values that must be the same on all machines of a run; each has a remedy for a difference."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradstream.wire import v1
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """One of the values that are compared.
+    """One of the compared values.
 
     Args:
-        code: code of the refusal where it differs.
+        code: code of the refusal if it differs.
         remedy: what the user can do.
         of_ports: whether a machine whose worker is written in another language has it, too.
     """
@@ -42,10 +42,10 @@ FACTS: Mapping[str, _Fact] = {
         v1.BAD_DATA, "the data differ in their bytes: copy them from one machine to the other"
     ),
 }
-"""In the order of comparison: a refusal names the first that differs."""
+"""In the order of comparison: a refusal names the first difference."""
 
 MODULE = "module "
-"""Begins the name of the fact about a module of the user's: the SHA-256 of its file."""
+"""Begins the name of the fact about a user's module: the SHA-256 of its file."""
 
 DATA = "data, "
 """Begins the name of the fact about a drawn sample: see `data.alike`."""
@@ -59,16 +59,16 @@ _OF_MODULE = _Fact(v1.BAD_JOB_FILE, "copy its file from one machine to the other
 
 
 def facts_of(job: Job) -> dict[str, str]:
-    """This machine's facts about a job; one with a spec has a job file.
+    """This machine's facts about a job; a job with a spec has a job file.
 
-    A module of the user's is compared where both have imported it, or may. A data set with an attribute
+    A user's module is compared if both machines have imported it, or may. A data set with an attribute
     `checksum`, a string, is compared by it; others by name and number of samples.
     """
     path, function = _source(job) if job.spec is not None else (None, "")
     code = users_code(job.spec)
     facts = {
         "gradstream": __version__,
-        "torch": metadata.version("torch").partition("+")[0],  # builds for CPU and GPU fit together
+        "torch": metadata.version("torch").partition("+")[0],  # builds for CPU and GPU are compatible
         "job file": "none" if path is None else f"{path.name} sha256:{file_hash(path)}",
         "job function": function,
         **{
@@ -82,31 +82,31 @@ def facts_of(job: Job) -> dict[str, str]:
     checksum = getattr(job.data, "checksum", None)
     if checksum is not None:
         return {**facts, "data checksum": str(checksum)}
-    return facts | {f"{DATA}{name}": found for name, found in checks_of(job.data).items()}
+    return facts | {f"{DATA}{name}": checksum for name, checksum in checks_of(job.data).items()}
 
 
 def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> v1.Refuse | None:
     """The refusal of a machine, by the first fact in which it differs from the launcher; None if all are equal."""
     modules = {name: _OF_MODULE for name in launcher if name.startswith(MODULE) and name in machine}
     for name, fact in {**modules, **FACTS}.items():
-        mine, theirs = machine.get(name, "none"), launcher.get(name, "none")
-        if name == "job file" and _hash_in(mine) == _hash_in(theirs):
+        mine, expected = machine.get(name, "none"), launcher.get(name, "none")
+        if name == "job file" and _hash_in(mine) == _hash_in(expected):
             continue  # the same file under another name
         if name not in machine and not fact.of_ports:
             continue  # the version of the protocol is compared instead, in every greeting
-        if mine != theirs:
-            return _differs(name, mine, theirs, who, fact)
-    ours, others = (
-        {name: found for name, found in facts.items() if name.startswith(DATA)}
+        if mine != expected:
+            return _differs(name, mine, expected, who, fact)
+    own, others = (
+        {name: value for name, value in facts.items() if name.startswith(DATA)}
         for facts in (machine, launcher)
     )
-    for name, mine, theirs in differences(ours, others) if ours and others else ():
-        return _differs(name, mine, theirs, who, _OF_SAMPLES)
+    for name, mine, expected in differences(own, others) if own and others else ():
+        return _differs(name, mine, expected, who, _OF_SAMPLES)
     return None
 
 
-def _differs(name: str, mine: str, theirs: str, who: str, fact: _Fact) -> v1.Refuse:
-    text = f"{name} differs: {who} has {mine}, the launcher has {theirs}. {fact.remedy.capitalize()}"
+def _differs(name: str, mine: str, expected: str, who: str, fact: _Fact) -> v1.Refuse:
+    text = f"{name} differs: {who} has {mine}, the launcher has {expected}. {fact.remedy.capitalize()}"
     return v1.Refuse(code=fact.code, message=text)
 
 

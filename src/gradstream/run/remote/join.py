@@ -1,6 +1,6 @@
-"""`gradstream join`: this machine joins a run that another one has started.
+"""`gradstream join`: this machine joins a run that another one started.
 
-It is admitted by way of `Entrance`, starts the nodes assigned to it, follows them, and starts a worker again when the
+`Entrance` admits it; then it starts the nodes assigned to it, follows them, and starts a worker again when the
 launcher says so.
 """
 
@@ -35,17 +35,17 @@ from gradstream.wire import v1
 
 POLL_S = 0.05
 EXPECTED = (0, 3, RESUMABLE)
-"""Exit statuses of a node that has finished, has ended because of another node, or was stopped."""
+"""Exit statuses of a node that has finished, ended because of another node, or was stopped."""
 
 LEAVE_S = 10.0
 AGAIN_S = 1.0
-"""Seconds between two attempts to come back."""
+"""Seconds between two attempts to rejoin."""
 
 OnNote = Callable[[str], None]
 
 
 class _CutOffError(Exception):
-    """The launcher was not heard any more after the nodes of this machine had begun; its cause says how."""
+    """The launcher went silent after the nodes of this machine had begun; the cause says how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Joining:
         fingerprint: fingerprint of the launcher's certificate, as it has printed it; None with `insecure`.
         arguments: command-line arguments of the job file, as on the launcher's machine.
         machine: name of this machine; None takes its host name.
-        insecure: whether to speak plain text, as the launcher does.
+        insecure: whether to use plain text, as the launcher does.
         run_dir: folder for logs; None makes runs/<utc>-<machine>.
     """
 
@@ -86,11 +86,11 @@ def join(joining: Joining, on_note: OnNote) -> int:
 
         After any of these, and after Ctrl-C, no process of the run is left on this machine.
 
-    A machine that was cut off for so long that its nodes were ended joins again, if the launcher is heard again within
-    twice `coordinator_s`, and trains on. Its shards were rescued by the launcher's machine, or the run ends.
+    A machine that was cut off for so long that its nodes were ended rejoins, if the launcher answers again within
+    twice `coordinator_s`, and trains on. The launcher's machine has rescued its shards, or the run ends.
 
     At SIGTERM the workers of this machine hand in what they have computed and leave; the others go on. A machine that
-    holds a part of the parameters (a shard) cannot leave that way: SIGTERM ends it, as Ctrl-C does.
+    holds part of the parameters (a shard) cannot leave that way: SIGTERM ends it, as Ctrl-C does.
     """
     name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
     certificate = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
@@ -116,7 +116,7 @@ def _come_back(
     wait_s: float,
     on_note: OnNote,
 ) -> int:
-    """Joins again when the launcher is heard again; raises the cause of `cut_off` if it is not for `wait_s`."""
+    """Rejoins once the launcher answers. After `wait_s`, re-raises the cause of `cut_off`."""
     give_up_s, tells = None, False
     while give_up_s is None or time.monotonic() < give_up_s:
         if give_up_s is None:
@@ -137,7 +137,7 @@ def _come_back(
                 )
                 break
         except JoinRefusedError as error:
-            if error.code != "NOT_MEMBER":  # the launcher may not have noticed yet that the machine was gone
+            if error.code != "NOT_MEMBER":  # the launcher may not have noticed yet that this machine was gone
                 raise
         if tells:
             on_note(f"trying to come back, for {wait_s:g} s at most")
@@ -253,7 +253,7 @@ class _Machine:
             cluster.signal(name, stop_signal())
 
     async def _follow(self, cluster: LocalCluster) -> None:
-        """Reports to the launcher how nodes end."""
+        """Reports to the launcher how nodes ended."""
         while self._over is None:
             message = cluster.message(0)
             if message is None:
@@ -269,7 +269,7 @@ class _Machine:
                 await self._report(cluster, message["exited"], message["status"], how)
 
     async def _let_leave(self, cluster: LocalCluster, status: int) -> None:
-        """Waits until the nodes have ended, up to LEAVE_S; for scripts of a finished run as long as they take."""
+        """Waits until the nodes have ended, up to LEAVE_S; for scripts of a finished run, as long as they take."""
         waited_s, patient = 0.0, is_script(self._job) and status == 0
         while cluster.running and (patient or waited_s < LEAVE_S):
             if cluster.message(0) is None:

@@ -1,6 +1,6 @@
 """The join service of a launcher: admits machines to a run, and sends them orders until it ends.
 
-It has a thread and an event loop of its own for as long as the run takes.
+It has its own thread and event loop for as long as the run takes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BEAT_S = 5.0
 START_S = 10.0
 LEAVE_S = 30.0
 LOUD_S = 60.0
-"""Seconds between two warnings that a run is in plain text."""
+"""Seconds between two warnings that a run uses plain text."""
 
 LEFT = "LEFT"
-"""Code of the end of a machine that has closed its line in good order."""
+"""Code for the end of a machine that closed its connection in good order."""
 
 REFUSED_BYTES, HEAD_BYTES = 16, 120
 """Longest name and address of a refused machine; bytes of the other fields of its event line."""
@@ -48,12 +48,12 @@ OnMessage = Callable[[dict[str, Any]], None]
 
 @dataclass(slots=True, eq=False)
 class _Machine:
-    """A machine on the line.
+    """A connected machine.
 
     Args:
         seat: its place in the run.
         request: its certificate signing request.
-        bell: rings when there may be an order for it.
+        bell: set when there may be an order for it.
         again: lost workers that it is to start again.
     """
 
@@ -69,12 +69,11 @@ class JoinService:
     Args:
         listen: the address to listen at.
         authority: signs certificates; None for a run in plain text.
-        members: decides which machines may join.
-        invitation: the description of the run that they get.
+        invitation: the description of the run for them.
         on_message: called from the service's thread with these messages:
             {"machine": name, "state": "joined" | "left" | "refused", "address", "nodes", "reason"},
             {"from": node, "error", "message", "traceback"}, {"exited": node, "status": code}, and
-            {"insecure": address} while the run is in plain text.
+            {"insecure": address} while the run uses plain text.
         secret: the token of the run; a machine has to prove that it knows it.
     """
 
@@ -118,11 +117,11 @@ class JoinService:
             self._thread.join(LEAVE_S)
 
     def go(self, port: int) -> None:
-        """Orders every machine to start its nodes, also one that comes later; `port` is the coordinator's."""
+        """Orders every machine to start its nodes, including later ones; `port` is the coordinator's."""
         self._order(lambda: setattr(self, "_go", v1.Go(port=port)))
 
     def start_again(self, name: str) -> None:
-        """Orders the machine of a worker to start it again; nobody where that machine has left."""
+        """Orders the machine of a worker to start it again; does nothing if that machine has left."""
 
         def note() -> None:
             for machine in self._there:
@@ -237,7 +236,7 @@ class JoinService:
                 self._report(seat, "left", reason or "it closed the connection")
 
     async def _tell(self, stream: Stream, machine: _Machine) -> None:
-        """Sends orders as they come, and every BEAT_S at most a sign of life with the state of the run."""
+        """Sends orders as they come, and at least every BEAT_S a heartbeat with the state of the run."""
         gone = False
         while True:
             if self._go is not None and not gone:
@@ -269,7 +268,7 @@ class JoinService:
                     f"{seat.machine} reported the end of {report.who[:80]!r}, which runs on another machine",
                 )
             if self._members.seat_of(report.who) is not seat:
-                continue  # a shard that was rescued: the process here is an earlier one
+                continue  # a shard that was rescued: the process there is an earlier one
             if report.error:
                 self._on_message(
                     {

@@ -16,7 +16,7 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.traits import refuse
 
 ServersOn: TypeAlias = Literal["all", "launcher"]
-"""The machines that the shards of the parameter server run on."""
+"""The machines on which the shards of the parameter server run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ class Listening:
             machine; the process group of a script with S shards meets at P + 2 + S. With port 0 all take
             free ports.
         machines: number of machines, this one included.
-        least: number of machines, this one included, with which training begins; the others may join later, and take
-            their share of the minibatches then. None waits for all.
-        workers_per_machine: number of workers on each machine; of a split model, of parts of replicas.
+        least: number of machines, this one included, with which training begins; the others may join later, and then
+            take their share of the minibatches. None waits for all.
+        workers_per_machine: number of workers on each machine; for a split model, of parts of replicas.
         servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
             (the launcher's is machine 0), by default one on each machine. "launcher": all of them on the
             launcher's machine, by default one.
-        insecure: plain text, without encryption or authentication.
+        insecure: whether to use plain text, without encryption or authentication.
         token: a secret that machines must know; None makes one.
         wait_s: seconds within which the other machines have to join.
         on_invitation: called with the command line that joins a machine; None prints it to stderr.
@@ -66,8 +66,8 @@ class Listening:
     @property
     def own(self) -> Address:
         """The address of this machine at which the others reach it."""
-        given = self.address
-        return given if isinstance(given, Address) else Address.parse(given, "Listening: address=")
+        address = self.address
+        return address if isinstance(address, Address) else Address.parse(address, "Listening: address=")
 
     @property
     def fewest(self) -> int:
@@ -93,7 +93,7 @@ class Listening:
                 "of the four, so that both numbers are equal"
             )
         phases = jobs_of(job)
-        most = max(one.workers for one in phases)
+        most = max(phase.workers for phase in phases)
         if job.phases and most != total:
             raise ConfigError(
                 f"the phase with most workers has workers={most}, but {self.machines} machines with "
@@ -111,8 +111,10 @@ class Listening:
                 "network that you trust, and --insecure; carrier='auto' takes gRPC with certificates there"
             )
         shm = {"shm": "carrier='shm'"} if job.carrier == "shm" else {}
-        for one in phases if self.machines > 1 else ():
-            of_strategy = traits_of_strategy(find_strategy(one.strategy, one.strategy_options), one.workers)
+        for phase in phases if self.machines > 1 else ():
+            of_strategy = traits_of_strategy(
+                find_strategy(phase.strategy, phase.strategy_options), phase.workers
+            )
             refuse({**shm, **of_strategy, "several machines": f"wait={self.machines} machines"})
         if earlier:
             raise ConfigError(
@@ -126,7 +128,7 @@ class Listening:
         """Raises ConfigError if training is to begin without some machines, and no worker can join later.
 
         Args:
-            obstacle: why none can; "" if they can: see `LossTolerance`.
+            obstacle: why no worker can; "" if workers can: see `LossTolerance`.
         """
         if self.fewest < self.machines and obstacle:
             raise ConfigError(
@@ -146,19 +148,19 @@ class Listening:
             )
 
     def spread_servers(self, job: Job) -> Job:
-        """The job with at least one shard for each machine, where shards are spread and their number is not given.
+        """The job with at least one shard per machine, if shards are spread and their number is not set.
 
         Raises:
             UnknownNameError: there is no such strategy.
         """
         served = (
-            one.servers is None
-            and isinstance(find_strategy(one.strategy, one.strategy_options), ServerStrategy)
-            for one in jobs_of(job)
+            phase.servers is None
+            and isinstance(find_strategy(phase.strategy, phase.strategy_options), ServerStrategy)
+            for phase in jobs_of(job)
         )
         if self.servers_on != "all" or job.servers is not None or not any(served):
             return job
-        servers = max(1, self.machines // job.split)  # of each part
+        servers = max(1, self.machines // job.split)  # per part
         return replace(job, servers=servers, origins={**job.origins, "servers": "listen"})
 
     def port_of(self, name: str) -> int:
@@ -179,11 +181,11 @@ def workers_each(machines: int, per_machine: int | None, workers: int | None) ->
 
     Args:
         machines: number of machines.
-        per_machine: number of workers on each machine as asked for; None if it is not given.
-        workers: number of all workers as asked for; None if it is not given.
+        per_machine: requested number of workers on each machine; None if unset.
+        workers: requested number of all workers; None if unset.
 
     Raises:
-        ConfigError: the workers do not divide among the machines, or the two numbers contradict.
+        ConfigError: the workers do not divide among the machines, or the two numbers contradict each other.
     """
     if workers is None or machines < 1:
         return 1 if per_machine is None else per_machine

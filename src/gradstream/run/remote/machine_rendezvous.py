@@ -40,8 +40,8 @@ class MachineRendezvous:
     Args:
         listening: the address, and the number of machines.
         plan: plan of the run, whose job names its file (`Job.spec`).
-        spec: description of the plan for the nodes, as JSON holds it.
-        on_message: see `JoinService`; the caller gives those about machines to `note`.
+        spec: description of the plan for the nodes, as JSON.
+        on_message: see `JoinService`; the caller passes messages about machines to `note`.
         events: the run's events, to which this adds, and its clock.
 
     Attributes:
@@ -113,7 +113,7 @@ class MachineRendezvous:
         return shlex.join([*words, "--", *arguments] if arguments else words)
 
     def wait(self, handle: Callable[[], None]) -> None:
-        """Prints the invitation, and returns when enough machines have joined for the training to begin.
+        """Prints the invitation, and returns once enough machines have joined for the training to begin.
 
         Args:
             handle: waits for a moment, and handles messages.
@@ -142,11 +142,11 @@ class MachineRendezvous:
         self.absent = self.members.begin()
 
     def note(self, message: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Records what the join service has said about a machine.
+        """Records a message of the join service about a machine.
 
         Returns:
-            The nodes that are lost with the machine, once training has begun, and the error of each; those that
-            come with it, and nothing.
+            Once training has begun: the nodes that were lost with the machine, each with its error; or the nodes that
+            came with it, each with {}.
         """
         if "insecure" in message:
             self._emit(InsecureEvent(address=message["insecure"]))
@@ -163,7 +163,7 @@ class MachineRendezvous:
         return {str(node): lost for node in message["nodes"] if not self.is_here(node)}
 
     def start_again(self, name: str) -> bool:
-        """Has the machine of a lost worker start it again, under a new certificate. False if the machine is gone."""
+        """Makes the machine of a lost worker start it again, under a new certificate. False if the machine is gone."""
         there = self.members.is_there(name)
         if there:
             self.join_service.start_again(name)
@@ -174,12 +174,12 @@ class MachineRendezvous:
         return name == COORDINATOR or name in self.members.nodes_of(0)
 
     def place_of(self, name: str) -> str:
-        """The machine and address of a node that runs on another machine; "" for a node of this one."""
+        """The machine and address of a node that runs on another machine; "" for a node of this machine."""
         seat = None if self.is_here(name) else self.members.seat_of(name)
         return "" if seat is None else f"machine {seat.machine} ({seat.address})"
 
     def arguments(self, name: str) -> list[str]:
-        """The arguments of a node of this machine that concern its network."""
+        """The network arguments of a node of this machine."""
         listen = ["--listen", str(self.join_service.address.at(self._listening.port_of(name)))]
         secret = self._token.encode()
         if self._authority is None:
@@ -187,6 +187,6 @@ class MachineRendezvous:
         return [*listen, "--credentials", str(self._authority.credentials(name, secret))]
 
     def _job_argument(self) -> str:
-        """The job as a user names it in the folder of its file."""
+        """The job as a user names it from the folder of its file."""
         spec = str(self._job.spec)
         return spec[spec.rfind("/") + 1 :]

@@ -43,14 +43,14 @@ class MachineMembers:
 
     Args:
         own: name of the launcher's machine, which has the first shard and the first workers.
-        machines: number of machines, the launcher's included.
+        machines: number of machines, including the launcher's.
         workers_per_machine: number of workers on each machine, or of parts of their replicas.
-        parts: number of processes of each replica. They follow one another, so a machine has one after the other.
+        parts: number of processes of each replica. They are placed one after the other, machine by machine.
         facts: values that must be the same on every machine.
         shards: number of shards of the parameter server.
         servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
-        losses: whether others can take the place of lost workers once training has begun, and whether a lost shard can
-            be rescued, since another machine's shard has what it has held.
+        losses: whether lost workers can be replaced once training has begun, and whether a lost shard can
+            be rescued, since a shard on another machine has a copy.
     """
 
     kind = "machines"
@@ -73,10 +73,10 @@ class MachineMembers:
         self._per_machine = workers_per_machine
         self._parts = parts
         self._shards = shards
-        self._hosts = machines if servers_on == "all" else 1  # of shards
+        self._hosts = machines if servers_on == "all" else 1  # number of machines with shards
         self._facts = facts
         self._losses = losses
-        self._rescued: list[str] = []  # shards of other machines, which the launcher's machine has now
+        self._rescued: list[str] = []  # shards of other machines, now on the launcher's machine
         self._gone: set[int] = set()  # seats whose machines have left since training began
         self._seats: dict[int, Seat] = {0: Seat(own, "", self.nodes_of(0))}
 
@@ -97,16 +97,16 @@ class MachineMembers:
 
     @property
     def here(self) -> int:
-        """Number of machines that are members at present, the launcher's included."""
+        """Number of current members, including the launcher's machine."""
         return len(self._taken)
 
     def begin(self) -> list[str]:
-        """Lets training begin. Returns the nodes of machines that are not here, and whose places others may take."""
+        """Lets training begin. Returns the nodes of missing machines, whose places others may take."""
         self.begun = True
         absent: list[str] = []
         for index in range(self._machines):
             seat = Seat("", "", self.nodes_of(index))
-            self._gone.add(index)  # before the seat is there: the join service's thread may take it at once
+            self._gone.add(index)  # before the seat exists: the join service's thread may take it at once
             if self._seats.setdefault(index, seat) is seat:
                 absent += seat.nodes
             else:
@@ -157,7 +157,7 @@ class MachineMembers:
             del self._seats[index]
 
     def rescue(self, node: str) -> bool:
-        """Gives a shard that was lost to the launcher's machine, for good. False if that cannot be, or has been."""
+        """Gives a lost shard to the launcher's machine, for good. False if that is impossible, or done already."""
         if (
             self._losses.acknowledge != "replicated"
             or not node.startswith("shard")
@@ -169,19 +169,20 @@ class MachineMembers:
         return True
 
     def is_there(self, node: str) -> bool:
-        """Whether the machine that runs a node is a member at present."""
+        """Whether the machine that runs a node is currently a member."""
         return any(node in seat.nodes for seat in self._taken)
 
     @property
     def _taken(self) -> list[Seat]:
-        """The machines that are members at present, in order."""
+        """The current members, in order."""
         return [seat for index, seat in sorted(self._seats.items()) if index not in self._gone]
 
     def _free(self, asked: str) -> list[int]:
         """The seats that are free for a machine of this name.
 
-        Once training has begun, these are the seats of workers alone whose machines have left, beginning with the one
-        that had this name: a shard takes its ranges of the parameters with it, unless it was rescued.
+        Once training has begun, these are the seats without shards whose machines have left, beginning with the one
+        that had
+        this name: a shard takes its ranges of the parameters with it, unless it was rescued.
         """
         if not self.begun:
             return [index for index in range(self._machines) if index not in self._seats]
@@ -200,7 +201,7 @@ class MachineMembers:
         return free
 
     def _name(self, asked: str) -> str:
-        """The name asked for; with a number appended where another machine has it."""
+        """The requested name, with a number appended if another machine has it."""
         taken = {seat.machine for seat in self._taken}
         name, count = asked or "machine", 1
         while name in taken:
@@ -210,7 +211,7 @@ class MachineMembers:
 
 
 class RankMembers(MachineMembers):
-    """Members of a run whose processes have ranks already (torchrun started them): process r runs worker r."""
+    """Members of a run whose processes already have ranks (torchrun started them): process r runs worker r."""
 
     kind = "processes"
 

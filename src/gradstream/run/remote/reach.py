@@ -23,17 +23,17 @@ CONNECT_S = 5.0
 
 # The beginning of an HTTP/2 connection in plain text: the preface, and empty settings.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-SETTINGS = 4  # the type of the first frame of the other side
+SETTINGS = 4  # the type of the other side's first frame
 
 
 def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> bytes | None:
     """Connects to a launcher, and returns its verified certificate, PEM; None if it speaks plain text.
 
     Raises:
-        ConfigError: the name is unknown; or no fingerprint was given to verify the launcher by.
+        ConfigError: the name is unknown; or there is no fingerprint to verify the launcher.
         PeerLostError, DeadlineError: nothing answers.
-        JoinRefusedError: another launcher answers (BAD_CERTIFICATE), or it speaks TLS where plain text was
-            expected (TLS), or the other way round (PLAIN_TEXT).
+        JoinRefusedError: another launcher answers (BAD_CERTIFICATE), or it uses TLS where plain text was
+            expected (TLS), or vice versa (PLAIN_TEXT).
     """
     resolve(address)
     connect(address)
@@ -61,13 +61,13 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> bytes
 def resolve(address: Address) -> list[str]:
     """IP addresses of a host name. Raises ConfigError for an unknown name."""
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ConfigError(
             f"{address.host}: no machine of this name is known here ({error.strerror}): check the spelling, "
             "or use the number that `ip address` shows on the launcher's machine"
         ) from None
-    return sorted({str(entry[4][0]) for entry in found})
+    return sorted({str(entry[4][0]) for entry in entries})
 
 
 def connect(address: Address, timeout_s: float = CONNECT_S) -> float:
@@ -115,7 +115,7 @@ def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
 
 
 def check_fingerprint(address: Address, certificate: bytes, expected: str | None) -> None:
-    """Raises JoinRefusedError if the certificate is not the expected one, ConfigError without one."""
+    """Raises JoinRefusedError if the certificate is not the expected one, ConfigError if none is expected."""
     shown = fingerprint_of(certificate)
     if expected is None:
         raise ConfigError(
@@ -210,7 +210,7 @@ async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes:
     turned: int | None = None
     measured = None
     while (received := await stream.recv(SILENCE_S)) is not None:
-        turned = turned or runtime.now()  # the first chunk back: the launcher has received all
+        turned = turned or runtime.now()  # the first chunk back: the launcher has received everything
         if received.frame.HasField("body"):
             measured = v1.Measured.FromString(received.frame.body.data)
     ended = runtime.now()

@@ -31,7 +31,7 @@ from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import SEAL_BYTES, DamagedError, FrameError, decode, encode, payload_tensor, seal
 
-HOLD_S = 2e-3  # the longest time that control calls hold a bulk message back
+HOLD_S = 2e-3  # the longest time for which control calls hold back a bulk message
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 """Spawns a task by a name; the endpoint waits for it when it closes."""
@@ -41,7 +41,7 @@ class BulkGate:
     """Lets control calls overtake: while one is in progress, bulk is neither sent nor read, for `HOLD_S` at most.
 
     On one event loop, each of the ten or so steps of a call would otherwise wait for a chunk. A control
-    stream that stays open holds bulk back for `HOLD_S` after its opening.
+    stream that stays open holds back bulk only for `HOLD_S` after its opening.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -50,7 +50,7 @@ class BulkGate:
         self._opened = Broadcast()
 
     def hold(self, stream: StreamCore) -> None:
-        """Holds bulk back until the stream is over, or `HOLD_S` has passed."""
+        """Holds back bulk until the stream is over, or `HOLD_S` has passed."""
         self._holders[stream] = None
         timer = self._runtime.call_later(HOLD_S, partial(self._release, stream))
         stream.on_release(timer.cancel)
@@ -75,10 +75,10 @@ class GrpcCarrier:
     """The queue between a stream and its gRPC call; implements `transport.carrier.Carrier`.
 
     Args:
-        gate: holds each message back while control calls are in progress; None for control streams.
+        gate: holds back each message while control calls are in progress; None for control streams.
         number: number of the stream's pass.
-        checked: messages have checksums.
-        on_damage: called with the number of bytes of a message whose checksum was wrong.
+        checked: whether messages have checksums.
+        on_damage: called with the number of bytes of a message with a wrong checksum.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class GrpcCarrier:
         self.stream: StreamCore | None = None
 
     def hurry(self) -> None:
-        """Takes the stream for a control stream: nothing holds it back."""
+        """Treats the stream as a control stream: nothing holds it back."""
         self._gate = None
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
@@ -117,13 +117,13 @@ class GrpcCarrier:
 
     async def drained(self) -> None:
         """See `Carrier.drained`."""
-        while self._outbox and not self._stopped:  # one is encoded while gRPC takes the one before
+        while self._outbox and not self._stopped:  # a message is encoded while gRPC takes the one before
             await self._emptied.wait()
 
     def drop(self) -> None:
         """See `Carrier.drop`."""
         kept = [entry for entry in self._outbox if not entry[1]]
-        if self.checked and len(kept) < len(self._outbox):  # those that are kept move up, and are short
+        if self.checked and len(kept) < len(self._outbox):  # the kept messages move up, and are short
             self._seed_out -= len(self._outbox)
             kept = [(seal(message[SEAL_BYTES:], seed=self._next_seed()), False) for message, _ in kept]
         self._outbox.clear()
@@ -163,7 +163,7 @@ class GrpcCarrier:
             raise
 
     async def read_all(self, read: Callable[[], Awaitable[Any]]) -> None:
-        """Hands messages to the stream until there are no more, or the peer has refused the stream."""
+        """Passes messages to the stream until there are no more, or the peer has refused the stream."""
         assert self.stream is not None
         while (message := await read()) is not EOF:
             if self._gate is not None:
@@ -182,7 +182,7 @@ class GrpcCarrier:
                     return
 
     async def read_admitted(self, read: Callable[[], Awaitable[Any]]) -> None:
-        """Called side: reads once the stream was accepted. It reads nothing of a refused stream."""
+        """Called side: reads once the stream was accepted. Reads nothing of a refused stream."""
         await self._admitted.wait()
         await self.read_all(read)
 
@@ -198,8 +198,8 @@ class OutgoingCall(GrpcCarrier):
     Args:
         spawn: spawns the tasks of the call.
         connection: connection to the peer.
-        bulk: the stream is one of bulk data, which the gate holds back.
-        own_connection: no other stream uses the connection; it is closed with the stream.
+        bulk: whether the stream carries bulk data, which the gate holds back.
+        own_connection: whether the connection serves this stream alone, and is closed with it.
         on_damage: see `GrpcCarrier`.
     """
 
@@ -239,7 +239,7 @@ class OutgoingCall(GrpcCarrier):
         self._waiting = self._spawn(self._begin_later(stream), name)
 
     def over(self) -> None:
-        """See `Carrier.over`. Nothing leaves of a call that has not begun."""
+        """See `Carrier.over`. Of a call that has not begun, nothing leaves."""
         super().over()
         if self._session is None:
             self._stopped = True
@@ -299,7 +299,9 @@ class OutgoingCall(GrpcCarrier):
                 return
             code, details = await call.code(), await call.details()
             if code is grpc.StatusCode.OK:
-                if not self.checked:  # else a missing End was lost on its way, perhaps with other messages
+                if (
+                    not self.checked
+                ):  # otherwise a missing End was lost on its way, perhaps with other messages
                     stream.arrived(v1.Frame(end=v1.End()), None)
                 stream.broken("has finished the call")
             else:

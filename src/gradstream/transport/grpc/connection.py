@@ -1,6 +1,6 @@
 """The caller's side of a gRPC connection: a channel to a peer, and the session that its streams show.
 
-gRPC reconnects by itself. The session of the old connection is no longer valid then: a stream that learns
+gRPC reconnects by itself. The session of the old connection is then no longer valid: a stream that learns
 this calls `lost`, and the next stream begins a session on the new connection.
 """
 
@@ -38,9 +38,9 @@ from gradstream.wire.frames import (
 )
 
 # ---- sessions ----------------------------------------------------------------------------
-# Sessions of gRPC: callers that have proved to know the run's secret, and the passes of their streams.
+# Sessions of gRPC: callers that have proved knowledge of the run's secret, and the passes of their streams.
 #
-# gRPC does not tell on which connection a call has come. So a caller proves once for each connection that it knows
+# gRPC does not report on which connection a call came. So a caller proves once per connection that it knows
 # the secret (`proof`), and each of its streams carries a pass: a number that counts up, and its HMAC under a key that
 # only the two nodes have. A pass is valid once, so a recorded pass opens no stream.
 #
@@ -63,7 +63,7 @@ class PeerSession:
     key: bytes
     sender: str
     incarnation: int
-    checked: bool  # its messages have checksums
+    checked: bool  # whether its messages have checksums
     used: SequenceWindow = field(default_factory=SequenceWindow)
 
 
@@ -78,7 +78,7 @@ class Sessions:
         self._of = Counter[str]()
 
     def challenge(self, now_ns: int, *, checked: bool = False) -> v1.Challenge:
-        """A new challenge for a stranger; `checked` says that its connection needs checksums."""
+        """A new challenge for a stranger; `checked` says whether its connection needs checksums."""
         stamp = _STAMP.pack(now_ns, secrets.token_bytes(16))
         return v1.Challenge(protocol=PROTOCOL, nonce=stamp + self._sign(stamp), checked=checked)
 
@@ -88,11 +88,11 @@ class Sessions:
         """Checks a stranger's greeting: returns its session and our answer, or a refusal without details.
 
         Args:
-            checked: the connection needs checksums.
+            checked: whether the connection needs checksums.
         """
         refused = v1.Refuse(code=v1.BAD_SECRET, message=proof.BAD_SECRET)
         damaged = v1.Refuse(code=v1.TOO_OLD, message="the greeting was damaged on its way: try again")
-        if checked and not raw:  # its name in the metadata was
+        if checked and not raw:  # a damaged name in the metadata, so its value is missing
             return damaged
         if len(raw) > LIMITS.greeting_bytes:
             return refused
@@ -159,7 +159,7 @@ class CallerSession:
     Args:
         session: number of the session, chosen by the called side.
         key: key that both sides have.
-        checked: messages have checksums.
+        checked: whether messages have checksums.
     """
 
     def __init__(self, session: int, key: bytes, *, checked: bool = False) -> None:
@@ -198,10 +198,10 @@ GREETING, PASS = "gradstream-greeting-bin", "gradstream-pass-bin"
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 SPOILT = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 """Status codes of a call whose method or headers the peer does not know. Each node has all methods, so bytes of the
-headers were damaged on their way. HTTP/2 refers to headers that were sent before: each later call of the connection
-would have the same ones."""
+headers were damaged on their way. HTTP/2 refers to earlier headers: each later call of the connection
+would have the same damage."""
 FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
-"""Exceptions that gRPC raises where a call or its connection has failed."""
+"""Exceptions that gRPC raises when a call or its connection has failed."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -210,12 +210,12 @@ class GrpcConnection:
     """A channel of one priority to a peer, and the session on it.
 
     Args:
-        peer: name of the node that is called.
+        peer: name of the called node.
         channel: channel to the peer; `close` closes it.
-        checked: messages have checksums, whatever the peer wants.
+        checked: whether messages have checksums, whatever the peer wants.
 
     Attributes:
-        spoilt: no more calls may be made; see `SPOILT`.
+            spoilt: whether no more calls may be made; see `SPOILT`.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class GrpcConnection:
         """The current session; None before it has begun, and after it has ended."""
 
     def next_number(self) -> int:
-        """The number of one more stream."""
+        """The number of the next stream."""
         return next(self._numbers)
 
     def call(self, method: str, name: str = "", value: bytes = b"") -> _Call:
@@ -245,7 +245,7 @@ class GrpcConnection:
         return self._channel.stream_stream(method)(metadata=metadata)  # type: ignore[call-arg]
 
     async def opened(self) -> CallerSession:
-        """The session; begins one where there is none.
+        """The session; begins one if there is none.
 
         Raises:
             RefusedError: the peer refuses this node, or does not know the secret.
@@ -261,7 +261,7 @@ class GrpcConnection:
         return await asyncio.shield(self._opening)
 
     def ended(self, code: grpc.StatusCode) -> None:
-        """Takes the status of a call that has failed."""
+        """Handles the status of a failed call."""
         self.spoilt = self.spoilt or code in SPOILT
 
     def lost(self, session: CallerSession) -> None:
@@ -315,7 +315,9 @@ class GrpcConnection:
             if answer.refuse.code == v1.TOO_OLD:  # one of the two nodes stood still, or was restarted
                 raise self._lost(answer.refuse.message)
             raise refused_by(self._peer, answer.refuse)
-        if not answer.HasField("proven"):  # of another method: a bit of the name's number was damaged
+        if not answer.HasField(
+            "proven"
+        ):  # an answer of another method: a bit of the name's number was damaged
             raise self._lost("it has answered something else than a greeting")
         try:
             return call, proved(mine, self._peer, greeting, answer.proven)
@@ -369,7 +371,7 @@ def _retrieve_exception(future: asyncio.Future[Any]) -> None:
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # so that too long a frame is refused with a message
 
-_LOOKAHEAD_BYTES = 1 << 20  # of each call that a caller may send before they are read
+_LOOKAHEAD_BYTES = 1 << 20  # per call, that a caller may send before they are read
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -380,7 +382,10 @@ SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.max_allowed_incoming_connections", LIMITS.connections),
     ("grpc.max_concurrent_streams", LIMITS.streams + 8),  # one too many is refused with a message
-    ("grpc.max_connection_idle_ms", int(LIMITS.handshake_s * 1e3)),  # of strangers: a node has a session open
+    (
+        "grpc.max_connection_idle_ms",
+        int(LIMITS.handshake_s * 1e3),
+    ),  # for strangers: a node has a session open
     ("grpc.server_handshake_timeout_ms", int(LIMITS.handshake_s * 1e3)),
     # A sender's window for each call is fixed, not measured: gRPC would let it grow to 100 MB and more.
     ("grpc.http2.bdp_probe", 0),
@@ -393,7 +398,7 @@ CLIENT_OPTIONS = [
     *_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
@@ -404,7 +409,7 @@ NEW_CONNECTION_OPTIONS = [(_CONNECT_MS, 5000)]
 
 
 def patience_options(connection_s: float) -> list[tuple[str, int]]:
-    """Options that have gRPC end a silent connection after `connection_s` seconds, and not earlier.
+    """Options that make gRPC end a silent connection after `connection_s` seconds, and not earlier.
 
     gRPC sends a ping after half of the time, and waits for the answer during the other half. The last option
     bounds pings that gRPC sends to measure the connection; with its default, gRPC ends a connection whose

@@ -4,9 +4,9 @@ One stream is one bidirectional call of `/gradstream.v1.Peer/Stream`. Messages c
 so that a payload is copied once when it is sent (`wire.frames.encode`) and not at all when it is received.
 Each peer has two connections, one for each priority: a ping never waits behind a gradient.
 
-Before its first stream, a connection proves to both sides that the other one knows the run's secret:
+Before its first stream, a connection proves to both sides that the other side knows the run's secret:
 `Challenge`, then `Session`, which stays open as long as the connection. Each stream shows a pass of that
-session. All of this goes in metadata, which is short: the node never reads a message of a stranger.
+session. All of this goes in metadata, which is short: the node never reads a stranger's message.
 
 The death of a process breaks its connections at once. The loss of a machine or a cable shows as silence to
 the streams that wait for it; keepalive ends a connection after `Deadlines.connection_s` of silence, and not
@@ -128,11 +128,11 @@ class GrpcEndpoint(EndpointCore):
         runtime: a real runtime.
         listen: host:port; port 0 takes a free port, see `address` after `start`.
         security: TLS, for listening and for dialling; None is plain text.
-        insecure: allows to listen on other interfaces than loopback without encryption or authentication.
+        insecure: whether it may listen on other interfaces than loopback without encryption or authentication.
         window: chunks held for each incoming stream.
         connection_s: silence in seconds after which gRPC ends a connection.
         connections: number of connections, up to `MOST_CONNECTIONS`, which the bulk streams to a peer take in turn.
-        max_message_bytes: the longest message that a caller may send; less than a chunk may have, where
+        max_message_bytes: the longest message that a caller may send; less than a chunk may have, if
             callers are strangers.
 
     Raises:
@@ -204,12 +204,12 @@ class GrpcEndpoint(EndpointCore):
         return task
 
     async def challenge(self, _: object, context: _Context) -> None:
-        """Gives a stranger a challenge to prove that it knows the secret. The node keeps nothing of it."""
+        """Gives a stranger a challenge to prove that it knows the secret. The node keeps no state for it."""
         challenge = self._sessions.challenge(self.runtime.now(), checked=self._is_from_afar(context))
         await context.write(encode(v1.Frame(challenge=challenge), seed=0))
 
     async def session(self, _: object, context: _Context) -> None:
-        """Holds the session of a caller that has proved to know the secret, until its connection ends."""
+        """Holds the session of a caller that has proved knowledge of the secret, until its connection ends."""
         raw, checked = _shown(context, GREETING), self._is_from_afar(context)
         answered = self._sessions.greeted(raw, self.runtime.now(), checked=checked)
         if isinstance(answered, v1.Refuse):
@@ -246,7 +246,7 @@ class GrpcEndpoint(EndpointCore):
         """Ends the sessions of one caller, or all."""
         for number, (of, ended) in list(self._ends.items()):
             if caller in (of, None):
-                del self._ends[number]  # at once: none of its streams begins any more
+                del self._ends[number]  # at once: none of its streams may begin any more
                 if not ended.done():
                     ended.set_result(None)
 
@@ -291,7 +291,7 @@ class GrpcEndpoint(EndpointCore):
         try:
             await carrier.write_all(context.write)
             # A caller that writes to a finished call loses messages that it has not read (grpc.aio raises
-            # an error instead), so the caller finishes first. A caller that was refused cancels the call.
+            # an error instead), so the caller finishes first. A refused caller cancels the call.
             await self.runtime.within(FLUSH_S, reader)
         except TimeoutError:
             pass
@@ -354,11 +354,11 @@ class GrpcEndpoint(EndpointCore):
         return GrpcConnection(self.identity, self.runtime, peer, channel, checked=checked)
 
     async def reaches(self, peer: str, address: str, *, keep: bool) -> bool:
-        """Whether the peer itself answers at an address; not another program, or a node of another network.
+        """Whether the peer itself answers at an address, rather than another program, or a node of another network.
 
         Args:
             peer, address: as for `know`.
-            keep: the connection by which it was reached is that of the first bulk stream: another one would take as
+            keep: whether the connection becomes that of the first bulk stream: a new one would take as
                 many round trips again.
         """
         connection, kept = self._connection(peer, address, SHARED_CONNECTION_OPTIONS), False
@@ -373,7 +373,7 @@ class GrpcEndpoint(EndpointCore):
         return True
 
     def _needs_checksums(self, host: str) -> bool:
-        """Whether a connection with a host leaves this machine, unencrypted."""
+        """Whether a connection with a host leaves this machine unencrypted."""
         return self._security is None and self.leaves_machine(self._host, host)
 
     def _is_from_afar(self, context: _Context) -> bool:
@@ -414,7 +414,7 @@ class GrpcEndpoint(EndpointCore):
             try:
                 await self.runtime.within(FLUSH_S, self._finish_background())
             except TimeoutError:
-                pass  # a peer that does not read is not waited for
+                pass  # does not wait for a peer that does not read
         for connection in list(self._connections.values()):
             await connection.close()
         self._connections.clear()

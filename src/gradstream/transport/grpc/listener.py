@@ -1,10 +1,10 @@
-"""A server of gRPC at one address, which goes on where gRPC's own ends by what a stranger has sent.
+"""A gRPC server at one address, which survives input of strangers that ends gRPC's own server.
 
-grpc.aio takes the method of a call as UTF-8, and ends the whole server where it is not (`_server_main_loop`, seen in
+grpc.aio decodes the method of a call as UTF-8, and ends the whole server if that fails (`_server_main_loop`, seen in
 1.85.1). One call by anybody who reaches the port does that, before any code of ours sees it, and so does one damaged
-bit. gRPC tells only who asks, so this asks every `CHECK_S`, and begins a new server with the same handlers on the same
-port. Where members have sessions on the old one, its calls go on: by them the coordinator knows who lives. New calls
-take new connections. An old server without members is freed, after `FLUSH_S`, with the stranger's call.
+bit. gRPC reports it only on request, so this asks every `CHECK_S`, and starts a new server with the same handlers on
+the same port. If members have sessions on the old server, its calls go on: they show the coordinator who lives. New
+calls use new connections. An old server without members is freed, after `FLUSH_S`, with the stranger's call.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class Listener:
-    """A server of gRPC, or the one that has followed it.
+    """A gRPC server, or the one that has replaced it.
 
     Args:
         make: makes a server with its handlers, and a function that says whether members have sessions on it.
-        listen: has a server listen on an address, and returns the port.
+        listen: makes a server listen on an address, and returns the port.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Listener:
         self._server: grpc.aio.Server | None = None
         self._in_use: Callable[[], bool] = bool
         self._watching: asyncio.Task[None] | None = None
-        self._ended: dict[grpc.aio.Server, asyncio.Task[None]] = {}  # those that are not free yet
+        self._ended: dict[grpc.aio.Server, asyncio.Task[None]] = {}  # those that are not freed yet
 
     async def start(self, host: str, port: int) -> int:
-        """Listens from now on. Returns the port, which is a free one for 0; returns 0 where that cannot be."""
+        """Listens from now on. Returns the port, a free one for 0; returns 0 if it cannot listen."""
         port = await self._begin(f"{host}:{port}")
         if port:
             self._watching = self._runtime.spawn(self._watch(f"{host}:{port}"), name=f"server on port {port}")
         return port
 
     async def stop(self, grace_s: float | None) -> None:
-        """Ends all calls, after `grace_s` seconds if some are given, and listens no more."""
+        """Ends all calls, after `grace_s` seconds if it is not None, and stops listening."""
         tasks = [*self._ended.values(), *([self._watching] if self._watching else [])]
         for task in tasks:
             task.cancel()
@@ -93,10 +93,10 @@ class Listener:
 
 
 async def _failure(server: grpc.aio.Server) -> Exception | None:
-    """Returns once a server has ended, by what; None if it was stopped."""
+    """Returns once a server has ended, with the cause; None if it was stopped."""
     while True:
         try:
             if not await server.wait_for_termination(CHECK_S):
                 return None
-        except Exception as error:  # of any kind: it is what its loop has raised
+        except Exception as error:  # whatever its loop raised
             return error

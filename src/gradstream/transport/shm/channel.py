@@ -1,4 +1,4 @@
-"""Payload channels: payloads that stay where they lie, in memory that two processes of a host share.
+"""Payload channels: payloads that stay in place, in memory that two processes of a host share.
 
 Two nodes have a channel beside their streams: a Unix socket over which each side hands out the
 descriptors of its segments. From then on a chunk can go as a *reference*: segment, offset, size, and the
@@ -10,12 +10,12 @@ number of a loan. The receiver reads in place. It returns the loan when nothing 
     chunk, by a stream: reference, loan 17 ────▶ payload is a view
                               ◀───────────────── returned 17
 
-A payload that does not lie in a segment is copied into one, the *arena* of the channel. Where the arena is
+A payload that does not lie in a segment is copied into one, the *arena* of the channel. If the arena is
 full, the payload goes over its stream as with every other carrier. So only a sender that wants to write the
 memory again waits for a loan.
 
-The node that opens a stream has also connected the channel that references of this stream belong to, in
-both directions. When the channel ends, so do its loans. A process that died reads no more; one that lives
+The node that opens a stream also connects the channel to which references of this stream belong, in
+both directions. When the channel ends, so do its loans. A dead process reads no more; a live one
 keeps its mapping, but must not trust a payload that it has not finished reading. Sizes and places that a
 peer names are checked against the segment as it was mapped; the size of a segment is sealed.
 
@@ -51,7 +51,7 @@ from gradstream.wire.frames import payload_tensor
 
 _MAX_PACKET_BYTES = 16 << 10
 _LATE_S = 0.5  # a reference that arrives this long after the end of its stream is no longer accepted
-_HELLO_S = 10.0  # a connection that has sent nothing for so long is closed
+_HELLO_S = 10.0  # a connection that has sent nothing for this long is closed
 
 K = TypeVar("K")
 
@@ -60,14 +60,14 @@ _numbers = itertools.count(1)
 
 
 class Channel:
-    """One connection between two nodes, and what each has lent to the other.
+    """One connection between two nodes, and the loans in both directions.
 
     Args:
         connection: connected non-blocking socket of kind SOCK_SEQPACKET to a process of the same user. The
             channel closes it.
-        number: number of the channel, chosen by the node that has connected.
+        number: number of the channel, chosen by the node that connected.
         peer: name of the other node.
-        on_close: called once the channel is over, in whatever way.
+        on_close: called once the channel is over, for whatever reason.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Channel:
         return None if self.closed else self._given.stow(stream, payload)
 
     def find(self, chunk: v1.Chunk, landing: Landing) -> tuple[torch.Tensor | None, bool]:
-        """The payload that a chunk refers to, and whether it was copied to where the receiver wants it.
+        """The payload to which a chunk refers, and whether it was copied to where the receiver wants it.
 
         The reference is removed from the chunk, so that the chunk can be forwarded.
 
         Args:
             chunk: a chunk with a reference.
-            landing: names the memory that the receiver wants the payload in.
+            landing: names the memory into which the receiver wants the payload.
 
         Raises:
             ReferenceLostError: the memory can no longer be read.
@@ -129,7 +129,7 @@ class Channel:
         return place, True
 
     def _intact(self) -> bool:
-        """Whether what was read is what was lent: a peer closes its end before it writes memory kept too long."""
+        """Whether the bytes read are those that were lent: a peer closes its end before it reuses overdue memory."""
         return not self.closed and not self._closed_by_peer.poll(0)
 
     # ---- the socket -----------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Channel:
             self.close(f"it broke the protocol: {error}")
             return
         finally:
-            for descriptor in descriptors:  # those that `map` did not keep
+            for descriptor in descriptors:  # `map` did not keep these
                 os.close(descriptor)
         self._take(message)
 
@@ -194,7 +194,7 @@ class Channel:
         elif kind == "returned":
             self._given.returned(message.returned.ids)
         elif kind == "forgotten":
-            # Some may still arrive over their stream, which is not in step with this channel.
+            # Some may still arrive over their stream, which is not synchronized with this channel.
             forget = partial(self._borrowed.forget, list(message.forgotten.ids))
             self._runtime.call_later(_LATE_S, forget)
         else:
@@ -224,7 +224,7 @@ class PayloadChannels:
         self._listener: socket.socket | None = None
         self._outgoing: dict[str, Channel] = {}  # by peer
         self._incoming: dict[tuple[str, int], Channel] = {}  # by peer and incarnation
-        self._strangers: dict[socket.socket, Callable[[], None]] = {}  # connected, and sent nothing yet
+        self._strangers: dict[socket.socket, Callable[[], None]] = {}  # connected, but silent so far
 
     def start(self, address: str) -> None:
         """Lets peers connect that know the endpoint by `address`. Raises ConfigError if that is in use."""

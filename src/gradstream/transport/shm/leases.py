@@ -1,4 +1,4 @@
-"""Leases: what one side of a payload channel has lent to the other, and what it has borrowed.
+"""Leases: the memory that one side of a payload channel has lent to the other, and that it has borrowed.
 
 `GivenLeases` and `BorrowedLeases` exchange messages (`v1.Lending`) with the other side; neither knows of
 sockets. All methods are for the event loop's thread, except where a docstring says otherwise.
@@ -36,7 +36,7 @@ End = Callable[[], None]
 
 
 class ReferenceLostError(Exception):
-    """The memory that a peer has lent can no longer be read."""
+    """Memory that a peer has lent can no longer be read."""
 
 
 class Post(Protocol):
@@ -87,7 +87,7 @@ class Loaned:
 
 
 class Arena:
-    """Places in the memory [start_bytes, stop_bytes), each taken and given back some time later.
+    """Places in the memory [start_bytes, stop_bytes), each taken, and later given back.
 
     Sizes are rounded up to powers of two, and are multiples of `ALIGNMENT_BYTES`. The place that was given
     back last is taken first: it is still in the processor's cache. Places are never split or joined, so
@@ -105,7 +105,7 @@ class Arena:
         self._free: dict[int, list[int]] = {}
 
     def take(self, size_bytes: int) -> int | None:
-        """Offset of a place of at least `size_bytes`; None if none is left."""
+        """Offset of a place of at least `size_bytes`; None if there is none left."""
         room_bytes = self._room(size_bytes)
         free = self._free.get(room_bytes)
         if free:
@@ -125,7 +125,7 @@ class Arena:
 
 
 class GivenLeases:
-    """Lends memory of this node to the other side of a channel, which reads it where it lies, and counts the loans.
+    """Lends memory of this node to the other side of a channel, which reads it in place, and counts the loans.
 
     Args:
         post: sends a message to the other side.
@@ -142,16 +142,16 @@ class GivenLeases:
         self._loop = asyncio.get_running_loop()
         self._arena_segment: Segment | None = None
         self._arena = Arena(0, ARENA_BYTES)
-        self._segments: dict[int, bool] = {}  # those announced to the peer; whether it has mapped them
+        self._segments: dict[int, bool] = {}  # announced to the peer; whether it has mapped them
         self._loans: dict[int, Loaned] = {}
         self._of_stream: dict[Stream, list[int]] = {}
         self._numbers = itertools.count(1)
 
     def lend(self, stream: Stream, span: Span, end: End) -> tuple[v1.Reference, Loaned] | None:
-        """A reference to a span where it lies; None if that is not in a segment, or not known there yet.
+        """A reference to a span in place; None if that is not in a segment, or the peer does not know the segment yet.
 
         Args:
-            stream: by which the reference goes; when that is over, loans that never got there end.
+            stream: carries the reference; when it is over, loans that never arrived end.
             end: called when the loan is over.
         """
         vector, itemsize = span.vector, span.vector.tensor.element_size()
@@ -209,13 +209,13 @@ class GivenLeases:
             self._loop.call_soon_threadsafe(self._post, v1.Lending(dropped=number))
 
     def _stream_over(self, stream: Stream) -> None:
-        """Asks the peer for loans of a stream that is over: frames that were dropped on their way never arrive."""
+        """Asks the peer to return loans of a stream that is over: frames dropped on their way never arrive."""
         left = [number for number in self._of_stream.pop(stream) if number in self._loans]
         for ids in _batches(left):
             self._post(v1.Lending(forgotten=ids))
 
     def attached(self, segment: int) -> None:
-        """Notes that the peer has mapped a segment: payloads may lie in it from here on."""
+        """Notes that the peer has mapped a segment: payloads may lie in it from now on."""
         if segment in self._segments:
             self._segments[segment] = True
 
@@ -245,7 +245,7 @@ class BorrowedLeases:
         self._loop = asyncio.get_running_loop()
         self._segments: dict[int, Segment] = {}
         self._held: dict[int, weakref.ref[object]] = {}
-        self._arrived = SequenceWindow()  # loans that came, or never will come
+        self._arrived = SequenceWindow()  # loans that arrived, or never will
         self._released: deque[int] = deque()
         self._returning = False
 
@@ -295,10 +295,10 @@ class BorrowedLeases:
             self._post(v1.Lending(returned=ids))
 
     def map(self, number: int, descriptors: list[int]) -> None:
-        """Maps a segment that the peer hands out. Ignores one beyond `MAX_SEGMENTS`: the peer can do without it.
+        """Maps a segment that the peer hands out. Ignores any beyond `MAX_SEGMENTS`: the peer can do without.
 
         Args:
-            descriptors: the one that came with the message; it is removed from the list.
+            descriptors: the descriptor that came with the message; it is removed from the list.
 
         Raises:
             ConfigError: the segment may not be mapped; see `Segment.attach`.
@@ -323,6 +323,6 @@ def _lendable(size_bytes: int) -> bool:
 
 
 def _batches(ids: list[int]) -> list[v1.Lending.Loans]:
-    """The numbers in lists that fit into one packet each."""
+    """The numbers, in lists that each fit into one packet."""
     starts = range(0, len(ids), _IDS_PER_MESSAGE)
     return [v1.Lending.Loans(ids=ids[start : start + _IDS_PER_MESSAGE]) for start in starts]

@@ -24,7 +24,7 @@ from gradstream.wire.frames import ABSENT, FrameError, check_chunk, from_wire
 
 KIBIBYTE = 1024
 SMALL_BYTES = 64
-"""Size of every message of at most a KiB, as the network counts it; a larger one counts as whole KiB."""
+"""The network counts messages up to a KiB as this size, and larger ones as whole KiB."""
 
 _LAG = 20  # mean delay of a duplicate, in delays of the link
 
@@ -146,7 +146,7 @@ class _End:
 
 
 def _control_bytes(actual: int) -> int:
-    """What a message of this size costs: a text or a field more changes no time of a simulation."""
+    """What a message of this size costs: an additional text or field changes no simulated time."""
     return SMALL_BYTES * bool(actual) if actual <= KIBIBYTE else -(-actual // KIBIBYTE) * KIBIBYTE
 
 
@@ -167,7 +167,7 @@ def feed(stream: StreamCore, frame: v1.Frame, payload: torch.Tensor | None) -> N
         if payload is None and not chunk.flags & ABSENT:
             payload = torch.empty(0, dtype=from_wire(chunk.dtype))
         if payload is not None and (dtype := from_wire(chunk.dtype)) not in (None, payload.dtype):
-            payload = payload.view(dtype)  # as a receiver of bytes would read them
+            payload = payload.view(dtype)  # as a receiver of bytes would read it
     stream.arrived(frame, payload)
 
 
@@ -227,7 +227,7 @@ class _Pipe:
     def _notice(self, end: _End, source: str, target: str, message: str) -> None:
         network = self._network
         if network.cut(source, target):
-            return  # the partition swallows the notice as well
+            return  # the partition also swallows the notice
         link = network.config.link_between(source, target)
 
         def notice() -> None:
@@ -308,7 +308,7 @@ class MemoryEndpoint(EndpointCore):
         self._network.attach(self)
 
     def die(self) -> None:
-        """Takes the endpoint of a killed node off the network: its clean-up code can reach no peer."""
+        """Takes the endpoint of a killed node off the network, so that its clean-up code reaches no peer."""
         self._closed = True
         self._network.detach(self)
 

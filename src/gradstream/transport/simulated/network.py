@@ -6,7 +6,7 @@ A frame of n bytes from a to b passes three stages::
     the link                latency + U(0, jitter)      any number of frames at once
     b's receiving card      n / bandwidth(b)            one frame at a time
 
-Cards are cut-through: the receiving card takes a frame in while it still arrives, so a lone frame needs
+Cards are cut-through: the receiving card takes in a frame while it still arrives, so a lone frame needs
 latency + n / bandwidth in all, and p senders of n bytes to one receiver need p·n / bandwidth. A card takes
 CONTROL frames before BULK frames, serves the streams of each priority in turn, frame by frame, and does not
 interrupt a frame. Nodes of one machine share its cards, and use none for frames to each other.
@@ -29,7 +29,7 @@ from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.transport.base import Priority
 
 _FLAWS = {"loss": "loss", "corrupt": "corrupt", "duplicate": "duplicates"}
-"""The flaws of a `Link` that have a probability, with the streams of random numbers that draw them."""
+"""The flaws of a `Link` that have a probability, with the random streams that draw them."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _Card:
     """One direction of a machine's network card: it serves the packets of each stream queue in order.
 
     Args:
-        bandwidth_bytes_s: bytes a second; math.inf for memory.
+        bandwidth_bytes_s: bytes per second; math.inf for memory.
         done: called when a frame was served.
         begun: called when the service of a frame begins, with the time of its end in ns.
     """
@@ -134,7 +134,7 @@ class StreamQueue:
         self.link = network.config.link_between(source, target)
         network.struck.add(("latency_s", source, target))
         self._flying: deque[Packet] = deque()
-        self._landed_ns = 0  # when the last of them gets to the receiving card
+        self._landed_ns = 0  # when the last of them reaches the receiving card
         self._silent = False
         self._shut = False
         self._sending, self._receiving = network.cards(source, target)
@@ -160,7 +160,7 @@ class StreamQueue:
         self._flying.clear()
 
     def leaving(self, packet: Packet, end_ns: int) -> None:
-        """Sends a frame over the link, or loses it. Its first byte leaves now, its last one at `end_ns`."""
+        """Sends a frame over the link, or loses it. Its first byte leaves now, its last byte at `end_ns`."""
         if self._silent or self._shut:
             return
         network, clock, link = self._network, self._network.clock, self.link
@@ -180,7 +180,7 @@ class StreamQueue:
         clock.call_at(self._landed_ns, self._land)
 
     def _land(self) -> None:
-        # Landings at the same instant fire in a random order; the head is due at any of them.
+        # Landings at the same instant fire in a random order; any of them may deliver the head.
         if self._flying:
             self._receiving.put(self, self._flying.popleft())
 
@@ -200,8 +200,8 @@ class VirtualNetwork:
         cluster: supplies clock, network configuration, and random numbers ("network/...").
 
     Attributes:
-        struck: what has gone wrong: partitions that have lost something; and for each flaw of a link that has shown
-            (its name, source, target). "jitter_s" has shown when a frame has overtaken another one, "latency_s" when
+        struck: what has gone wrong: partitions that lost something, and each flaw of a link that showed
+            (its name, source, target). "jitter_s" shows when a frame overtakes another, "latency_s" when
             there was a stream.
         hand: delivers something to a node when it reads.
     """
@@ -238,7 +238,7 @@ class VirtualNetwork:
         self.sent_bytes[stream_queue.source] = self.sent_bytes.get(stream_queue.source, 0) + packet.size_bytes
 
     def cut(self, source: str, target: str) -> bool:
-        """Whether a partition loses what passes from one node to another now."""
+        """Whether a partition currently loses what passes from one node to another."""
         cuts = self.config.partitions and self.config.cuts(source, target, self.clock.now_ns / 1e9)
         self.struck.update(cuts)
         return bool(cuts)
@@ -252,14 +252,14 @@ class VirtualNetwork:
         return hit
 
     def note_order(self, source: str, target: str, landed_ns: int) -> None:
-        """Notes when a frame will land: where that is before an earlier one, it has overtaken it."""
+        """Notes when a frame will land: if that is before an earlier frame, it has overtaken it."""
         newest_ns = self._newest_ns.get((source, target), 0)
         self._newest_ns[source, target] = max(newest_ns, landed_ns)
         if landed_ns < newest_ns:
             self.struck.add(("jitter_s", source, target))
 
     def delay_ns(self, link: Link) -> int:
-        """Draws the time of a frame on the link."""
+        """Draws a frame's time on the link."""
         jitter_s = self._jitter.uniform(0, link.jitter_s) if link.jitter_s > 0 else 0.0
         return round((link.latency_s + jitter_s) * 1e9)
 

@@ -34,7 +34,7 @@ class Owner(Receiver, Protocol):
         ...
 
     def damaged(self, size_bytes: int) -> None:
-        """Called before `lost`, where bytes were damaged on their way."""
+        """Called before `lost`, if bytes were damaged on their way."""
         ...
 
 
@@ -55,7 +55,7 @@ class Connection:
         self._socket: socket.socket | None = None
         self._closed = False
         self._outbox: deque[OutgoingFrame] = deque()
-        self._flushing = False  # a flush is due, or waits for the socket
+        self._flushing = False  # whether a flush is due, or waits for the socket
         self._waits_writable = False
         self._emptied = Broadcast()
 
@@ -68,8 +68,8 @@ class Connection:
         """Begins to read and write.
 
         Args:
-            connected: connected, non-blocking, and owned from here on.
-            checked: frames have checksums.
+            connected: connected, non-blocking; owned by this object from now on.
+            checked: whether frames have checksums.
         """
         if self._closed:
             connected.close()
@@ -118,7 +118,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             sent_bytes = 0
         except OSError:
-            self._stop_writing()  # the reader still receives what had arrived, and then the end
+            self._stop_writing()  # the reader still receives what has arrived, and then the end
             return
         self._advance(sent_bytes)
         if not self._outbox:
@@ -234,7 +234,7 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
 
     Raises:
         RefusedError: the called side refuses this node, or does not know the secret itself.
-        FrameError: the program that answers is no node of gradstream.
+        FrameError: the program that answers is not a node of gradstream.
         OSError: the connection is lost.
     """
     challenge = await _read(connected, "challenge", "refuse")
@@ -254,14 +254,14 @@ Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
 async def answer(
     connected: socket.socket, identity: Identity, objection: Objection, *, checked: bool = False
 ) -> v1.Greeting:
-    """Answers as the called side. Returns the greeting of a caller that has proved to know the secret.
+    """Answers as the called side. Returns the greeting of a caller that has proved knowledge of the secret.
 
-    A caller without the secret learns only that it has not proved to know it.
+    A caller without the secret learns nothing else.
 
     Args:
         connected: connected non-blocking socket.
         objection: says why this node refuses a caller that knows the secret; None if it accepts it.
-        checked: this side wants checksums.
+        checked: whether this side wants checksums.
 
     Raises:
         RefusedError: the caller does not know the secret, or this node refuses it.
@@ -288,7 +288,7 @@ async def _write(connected: socket.socket, frame: v1.Frame) -> None:
 
 
 async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
-    """Reads the next frame. Raises FrameError if it is of no given kind."""
+    """Reads the next frame. Raises FrameError if it is of none of these kinds."""
     stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
     if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
         raise FrameError(f"bytes that are no {kind}")

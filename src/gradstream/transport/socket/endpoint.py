@@ -1,8 +1,8 @@
 """`SocketEndpoint`: what carriers over stream sockets have in common: listening, dialling, greetings.
 
-A node has a multiplexer for each peer that it opens streams to, and for each priority, so that a ping
+A node has a multiplexer for each peer to which it opens streams, and for each priority, so that a ping
 never waits behind a gradient in a socket's buffer. A connection begins with a greeting. It binds the
-connection to a job, a node and the start of the node's process, and proves to both sides that the other one
+connection to a job, a node and the start of the node's process, and proves to both sides that the other side
 knows the run's secret.
 """
 
@@ -44,7 +44,7 @@ class DataSockets:
         self._awaited: dict[tuple[str, str], asyncio.Future[PeerSocket]] = {}
 
     def arrived(self, peer: str, name: str, connected: PeerSocket) -> None:
-        """Takes a socket that a peer has dialled. It replaces an unclaimed one of that name: the peer gave it up."""
+        """Keeps a socket that a peer has dialled. It replaces an unclaimed one of that name: the peer gave that up."""
         key = (peer, name)
         awaited = self._awaited.get(key)
         if awaited is not None and not awaited.done():
@@ -99,7 +99,7 @@ class SocketEndpoint(EndpointCore):
 
     Args:
         identity, runtime, window: see `EndpointCore`.
-        connections: number of sockets for the bulk streams to one peer. More than one helps where a single
+        connections: number of sockets for the bulk streams to one peer. More than one helps if a single
             connection cannot fill a long path of high bandwidth.
 
     Raises:
@@ -140,7 +140,7 @@ class SocketEndpoint(EndpointCore):
 
     @abstractmethod
     def _target(self, address: str) -> tuple[socket.socket, tuple[str, int] | str]:
-        """A new socket, and what it has to connect to in order to reach an address."""
+        """A new socket, and the address to which to connect it."""
 
     @abstractmethod
     def _admit(self, connected: socket.socket) -> None:
@@ -162,7 +162,7 @@ class SocketEndpoint(EndpointCore):
             connected, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError:  # no descriptor is left: it serves other connections until one is
+        except OSError:  # out of descriptors: serve the other connections until one is free
             asyncio.get_running_loop().remove_reader(listener)
             self.runtime.call_later(ACCEPT_AGAIN_S, partial(self._accept_from, listener))
             return
@@ -180,7 +180,7 @@ class SocketEndpoint(EndpointCore):
             connected.close()
             return
         if len(self._strangers) >= LIMITS.strangers:
-            oldest = next(iter(self._strangers))  # it has had the most time to greet
+            oldest = next(iter(self._strangers))  # has had the most time to greet
             del self._strangers[oldest]  # now: others may come before it has ended
             oldest.cancel()
         task = self.runtime.spawn(self._receive_greeting(connected), name=f"{self.identity.name}: a caller")
@@ -237,7 +237,7 @@ class SocketEndpoint(EndpointCore):
 
     def _greeted(self, greeting: v1.Greeting, connected: socket.socket) -> None:
         """Takes the connection of a caller that knows the secret and that this node accepts."""
-        if self._closed or self._objection(greeting) is not None:  # something has changed since the answer
+        if self._closed or self._objection(greeting) is not None:  # something changed since the answer
             connected.close()
             return
         if greeting.line:
@@ -378,7 +378,7 @@ class SocketEndpoint(EndpointCore):
                     FLUSH_S, self.runtime.gather(*(one.flushed() for one in connections if one.started))
                 )
         except TimeoutError:
-            pass  # a peer that does not read is not waited for
+            pass  # does not wait for a peer that does not read
         finally:
             for multiplexer in multiplexers:
                 multiplexer.close()

@@ -5,7 +5,7 @@ A frame is a prefix of four numbers, its header and its payload::
     [ stream, number, header bytes, payload bytes: 4 x u32 ] [ v1.Frame, no payload ] [ elements ]
 
 On a connection that needs them, three checksums (3 x u64) follow the four numbers: of the payload, of the header, and
-of all that stands before it. So a damaged length is found before anything waits for as many bytes, and a damaged
+of everything before them. So a damaged length is noticed before anything waits for as many bytes, and a damaged
 header before anything is done with it.
 
 Lengths come first, so that a payload can be received straight into the place that its receiver
@@ -28,9 +28,9 @@ GREETING = 0
 """The stream number of the frames that begin a connection and name the caller (see `greeting`)."""
 
 PIECE_BYTES = 256 << 10
-"""The most bytes of one system call: between two calls, the event loop runs other callbacks."""
+"""Most bytes of one system call: between two calls, the event loop runs other callbacks."""
 
-MAX_SKIP_BYTES = 64 << 20  # a payload up to this length is skipped where a stream rejects it
+MAX_SKIP_BYTES = 64 << 20  # a payload up to this length is skipped if a stream rejects it
 
 PREFIX = struct.Struct("<4I")
 _SUMS = struct.Struct("<2Q")  # of payload and header
@@ -46,7 +46,7 @@ class PayloadPlace(NamedTuple):
 
     Args:
         memory: contiguous, of exactly the payload's length.
-        landed: whether `memory` is the destination that the stream's user has named with `Stream.land`; else it was
+        landed: whether `memory` is the destination that the stream's user named with `Stream.land`; otherwise it was
             allocated for this payload.
     """
 
@@ -72,8 +72,8 @@ class OutgoingFrame:
     Args:
         stream, number: number of the stream, and of the frame in the order of this stream.
         frame: the header; copied here, so the caller may change it.
-        payload: sent from where it lies: it must not change before `on_sent` or `own` has been called.
-        on_sent: called when the system has taken over the whole frame, or when it cannot any more.
+        payload: sent in place: it must not change before `on_sent` or `own` has been called.
+        on_sent: called when the system has taken over the whole frame, or no longer can.
     """
 
     __slots__ = ("_sealed", "droppable", "head", "number", "on_sent", "payload", "sent_bytes", "stream")
@@ -107,7 +107,7 @@ class OutgoingFrame:
         return len(self.head) + (0 if self.payload is None else self.payload.nbytes) - self.sent_bytes
 
     def pieces(self, room_bytes: int) -> list[bytes | memoryview]:
-        """The buffers that are left to send, not joined, with at most `room_bytes` of payload."""
+        """The buffers left to send, not joined, with at most `room_bytes` of payload."""
         at, head_bytes = self.sent_bytes, len(self.head)
         pieces: list[bytes | memoryview] = []
         if at < head_bytes:
@@ -161,7 +161,7 @@ class _Incoming:
 
 
 class FrameReader:
-    """Turns bytes that are read from a socket into frames.
+    """Turns bytes read from a socket into frames.
 
     Read into `room()`, then call `took` with the number of bytes.
 
@@ -169,7 +169,7 @@ class FrameReader:
         receiver: takes the frames; may be replaced at any time.
 
     Attributes:
-        checked: the frames have checksums. Set it before the first byte.
+        checked: whether the frames have checksums. Set it before the first byte.
     """
 
     def __init__(self, receiver: Receiver) -> None:
@@ -178,7 +178,7 @@ class FrameReader:
         self._closed = False
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of the bytes in the buffer that were not parsed yet
+        self._start = self._end = 0  # of the unparsed bytes in the buffer
         self._incoming: _Incoming | None = None
         self._big_header: bytearray | None = None
         self._filling = memoryview(b"")  # the rest of the memory that is being filled
@@ -197,7 +197,7 @@ class FrameReader:
 
         Raises:
             DamagedError: a checksum is wrong. The connection cannot be used any more.
-            FrameError: the bytes are no frames. The connection cannot be used any more.
+            FrameError: the bytes are not frames. The connection cannot be used any more.
         """
         filled_bytes = min(num_bytes, len(self._filling), PIECE_BYTES)
         self._filling = self._filling[filled_bytes:]

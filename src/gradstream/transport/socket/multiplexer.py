@@ -1,6 +1,6 @@
 """The `Multiplexer`: all streams that one node has opened to another, over one connection or several.
 
-The frames of a stream are numbered. Where there are several connections, a chunk takes the one with the
+The frames of a stream are numbered. If there are several connections, a chunk takes the one with the
 shortest queue, and the receiving side restores the order; all other frames take the first connection.
 """
 
@@ -35,7 +35,7 @@ MAX_EARLY = 4096
 
 
 class SocketSendHandle:
-    """The memory of a payload that is sent from where it lies; implements `transport.carrier.SendHandle`.
+    """The memory of a payload that is sent in place; implements `transport.carrier.SendHandle`.
 
     Args:
         frame: the frame that the payload belongs to.
@@ -56,7 +56,7 @@ class SocketSendHandle:
             self._callbacks.append(callback)
 
     async def back(self, patience_s: float) -> None:
-        """See `Lent.back`: it copies what has not left in time, and also where this call is cancelled."""
+        """See `Lent.back`: copies what has not left in time, even if this call is cancelled."""
         if self.returned:
             return
         timer = self._runtime.call_later(min(patience_s, PATIENCE_S), self.own)
@@ -74,7 +74,7 @@ class SocketSendHandle:
             self.give_back()
 
     def give_back(self) -> None:
-        """Returns the memory to its owner: the frame needs it no more."""
+        """Returns the memory to its owner: the frame no longer needs it."""
         self.returned = True
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -99,7 +99,7 @@ class MultiplexedCarrier:
         self._num_sent = self._num_arrived = 0
         self._early: dict[int, tuple[v1.Frame, PayloadPlace | None]] = {}
         self._queued = 0  # frames that have not left
-        self._handles: dict[OutgoingFrame, SocketSendHandle] = {}  # of those frames that have a payload
+        self._handles: dict[OutgoingFrame, SocketSendHandle] = {}  # of the queued frames that have a payload
         self._left = Broadcast()
 
     # ---- out ----------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class MultiplexedCarrier:
     # ---- in -----------------------------------------------------------------------------
 
     def place(self, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
-        """The place of a payload: memory that the stream's user has named, else new memory."""
+        """The place for a payload: memory that the stream's user has named, or new memory."""
         stream = self.stream
         if stream is None or self._is_over:
             return None
@@ -159,7 +159,7 @@ class MultiplexedCarrier:
             if not frame.HasField("chunk"):
                 raise FrameError(f"a payload with a frame of kind {frame.WhichOneof('kind')}")
             check_chunk(frame.chunk, payload_bytes)
-            # The stream has not counted the chunks that arrived too early.
+            # The stream does not count chunks that arrived too early.
             early = sum(place is not None for _, place in self._early.values())
             if not stream.may_bring(early + 1):
                 raise FrameError(f"chunk {frame.chunk.index} without credit")
@@ -232,7 +232,7 @@ class Multiplexer:
         on_damage: Callable[[str, int], None],
     ) -> None:
         self.peer = peer
-        self.incarnation = 0  # of the peer, where the peer is the caller
+        self.incarnation = 0  # of the peer, if the peer is the caller
         self.connections = [Connection(self) for _ in range(num_connections)]
         self.over = False
         self.made_ns = runtime.now()
@@ -252,7 +252,7 @@ class Multiplexer:
         return carrier
 
     def post(self, frame: OutgoingFrame) -> None:
-        """Sends a frame; one with a payload takes the connection with the shortest queue."""
+        """Sends a frame; a frame with a payload takes the connection with the shortest queue."""
         connection = self.connections[0]
         if frame.payload is not None and len(self.connections) > 1:
             connection = min(self.connections, key=lambda one: one.backlog_bytes)
@@ -264,7 +264,7 @@ class Multiplexer:
             connection.drop(number)
 
     def forget(self, number: int) -> None:
-        """Forgets a stream that is over: frames of it that still come are skipped."""
+        """Forgets a stream that is over: its late frames are skipped."""
         self._streams.pop(number, None)
         for connection in self.connections:
             connection.reader.abandon(number)
@@ -287,7 +287,7 @@ class Multiplexer:
             carrier.stream = self._answer(self, carrier, frame.open)
 
     def turned_away(self, error: RefusedError) -> None:
-        """Refuses all streams: the called side refused this node, or is not the node that was meant."""
+        """Refuses all streams: the called side refused this node, or is the wrong node."""
         refuse = refusal_of(error)
         for carrier in list(self._streams.values()):
             if carrier.stream is not None:
@@ -295,7 +295,7 @@ class Multiplexer:
         self.fail(f"it has refused the connection: {error.reason}")
 
     def lost(self, connection: Connection, message: str) -> None:
-        """See `Owner.lost`: where one connection is lost, the multiplexer ends."""
+        """See `Owner.lost`: if one connection is lost, the multiplexer ends."""
         del connection
         self.fail(message)
 

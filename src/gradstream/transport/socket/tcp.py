@@ -1,7 +1,7 @@
 """The `tcp` carrier: frames over plain TCP, for bulk data on loopback and on trusted networks.
 
-A connection is authenticated when it is made, and not encrypted. Off loopback the user must ask for it
-explicitly; where a run has certificates, `grpc` carries all data that leaves the host.
+A connection is authenticated when it is made, but not encrypted. Off loopback the user must ask for it
+explicitly; if a run has certificates, `grpc` carries all data that leaves the host.
 
 The death of a process breaks its connections at once. The loss of a machine or a cable shows as silence to
 the streams that wait for it; the system ends a connection after `Deadlines.connection_s` of silence, and not
@@ -10,11 +10,11 @@ before.
 The system chooses the congestion control, with one exception. BBR (Cardwell et al., 2016) sends at its
 estimate of the path's rate, which is good over long paths that lose packets. Between near machines that
 send in turns the estimate is too low: a ring at 100 Mbit/s got 86 to 90 % of the network with BBR, and
-95.5 %, which is all, with CUBIC. So connections to near peers do not use BBR. A single connection of a run
-must not use it either: connections with CUBIC keep queues full, the one with BBR gets a third of its share,
-and its worker waits for it. A connection that is made while a queue is full measures too long a round trip.
+95.5 %, the maximum, with CUBIC. So connections to near peers do not use BBR. Not even one connection of a run
+may use it: CUBIC connections keep queues full, the one with BBR gets a third of its share,
+and its worker waits for it. A connection made while a queue is full measures too long a round trip.
 So the bound of "near" includes a full queue, and each connection is checked again later, with the shortest
-round trip that it has measured by then.
+round trip measured by then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BACKLOG = 512
 NEAR_S = 0.1  # round trip on one continent, or in one room with queues of 50 ms each way
 LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # pauses between checks of the round trip
 
-_SHORTEST_AT = 148  # `tcpi_min_rtt` in Linux's `tcp_info`, which is older than BBR: microseconds
+_SHORTEST_AT = 148  # offset of `tcpi_min_rtt`, in microseconds, in Linux's `tcp_info`; it is older than BBR
 
 
 class TcpEndpoint(SocketEndpoint):
@@ -45,7 +45,7 @@ class TcpEndpoint(SocketEndpoint):
     Args:
         runtime: a real runtime.
         listen: host:port; port 0 takes a free port, see `address` after `start`.
-        insecure: allows to listen on other interfaces than loopback.
+        insecure: whether it may listen on other interfaces than loopback.
         connections, window: see `SocketEndpoint`.
         connection_s: silence in seconds after which the system ends a connection.
 
@@ -99,7 +99,7 @@ class TcpEndpoint(SocketEndpoint):
     def _admit(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        half_s = math.ceil(self._connection_s / 2)  # until a probe; as long again for its answer
+        half_s = math.ceil(self._connection_s / 2)  # until a probe, and then for its answer
         for name, value in (
             ("TCP_KEEPIDLE", half_s),
             ("TCP_KEEPINTVL", half_s),

@@ -1,4 +1,4 @@
-"""Unix sockets between processes of one user on one host, and descriptors that pass over them.
+"""Unix sockets between processes of one user on one host, and descriptors passed over them.
 
 Names are abstract: they lie in no folder, and disappear with their socket, however its process ended. Any
 user of the host can connect to one, so both sides check that the other process belongs to the same user.
