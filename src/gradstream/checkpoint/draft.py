@@ -50,8 +50,8 @@ class DraftSnapshot:
 
     Args:
         step: step of the checkpoint, for its name.
-        token: distinguishes this draft from drafts of a process that was killed.
-        tensors: tensors of the flat vector, in its order; none where no node writes the vector, so that the
+        token: distinguishes this draft from drafts of a killed process.
+        tensors: tensors of the flat vector, in its order; none if no node writes the vector, so that the
             model's file consists of `others` alone.
         others: further tensors of the model's file: buffers, frozen parameters, and second names of tied tensors.
         states: names of the optimizer's state vectors.
@@ -148,7 +148,7 @@ class DraftSnapshot:
     def _behind(
         self, place: VectorPlace, specs: Sequence[TensorSpec], others: Mapping[str, bytes]
     ) -> Iterator[tuple[int, bytes]]:
-        """Yields the tensors behind the flat vector with their offsets. Second names are copies from the vector."""
+        """Yields the tensors after the flat vector with their offsets. Second names are copies from the vector."""
         sizes = [spec.size_bytes for spec in self._tensors]
         starts = dict(zip((spec.name for spec in self._tensors), accumulate(sizes, initial=0), strict=False))
         offset = place.offset_bytes + self._data_bytes

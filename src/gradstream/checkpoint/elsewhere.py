@@ -1,4 +1,4 @@
-"""`ElsewhereStorage`: the files of a node whose machine does not see the run directory.
+"""`ElsewhereStorage`: the files of a node whose machine has no access to the run directory.
 
 The node has its own files on its own disk. Checkpoints are in the run directory, so it reads and writes them
 through the coordinator, by the methods "kept" and "keep". The code of shards and workers is the same:

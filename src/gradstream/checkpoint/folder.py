@@ -23,7 +23,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _OWN = re.compile(r"worker-\d+\.safetensors")
 _DRAFT = re.compile(r"\.step-.*\.tmp")
 PIECE_BYTES = 1 << 22
-"""The most bytes of a file that are read at once."""
+"""Most bytes of a file to read at once."""
 
 
 def file_of(vector: str) -> str:
@@ -102,11 +102,11 @@ def newest(storage: Storage, refused: Callable[[DataError], None]) -> tuple[str,
 def to_resume(
     storage: Storage, refused: Callable[[DataError], None], *, from_start: bool = False
 ) -> tuple[str, Manifest] | None:
-    """Returns the checkpoint to resume from, as `newest` does; None if the run begins from the start.
+    """Returns the checkpoint to resume from, as `newest` does; None if the run starts over.
 
     Args:
         refused: called with the fault of each newer checkpoint.
-        from_start: begins from the start if every checkpoint is damaged; the files stay as they are.
+        from_start: whether to start over if every checkpoint is damaged; the files stay as they are.
 
     Raises:
         DataError: every checkpoint is damaged, and `from_start` is not set.
@@ -145,7 +145,7 @@ def prune(storage: Storage, policy: Policy, *, fresh: str = "") -> None:
     """Removes the checkpoints that the policy does not keep.
 
     A checkpoint loses its name first, so that readers never find a part of one. Damaged checkpoints stay,
-    since parts of them may be of use, and do not count as kept. To find them, every file is read if there are
+    since parts of them may be of use, and do not count as kept. To detect them, every file is read if there are
     more checkpoints than the policy keeps.
 
     Args:
@@ -155,11 +155,15 @@ def prune(storage: Storage, policy: Policy, *, fresh: str = "") -> None:
     there = list(kept(storage))
     if not policy.superfluous(there):
         return
-    sound = [one for one in there if one.folder == fresh or _is_sound(storage, one.folder)]
-    for one in policy.superfluous(sound):
-        doomed = f"{FOLDER}/.{one.folder.rpartition('/')[2]}.old.tmp"
+    sound = [
+        checkpoint
+        for checkpoint in there
+        if checkpoint.folder == fresh or _is_sound(storage, checkpoint.folder)
+    ]
+    for checkpoint in policy.superfluous(sound):
+        doomed = f"{FOLDER}/.{checkpoint.folder.rpartition('/')[2]}.old.tmp"
         storage.remove(doomed)
-        storage.rename(one.folder, doomed)
+        storage.rename(checkpoint.folder, doomed)
         storage.remove(doomed)
 
 

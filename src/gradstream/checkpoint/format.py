@@ -54,7 +54,7 @@ class TensorSpec:
     """A tensor's name, shape, and element type as safetensors spells it: "F32".
 
     Args:
-        same_as: the tensor that this is a second name of. A file has its elements twice, since safetensors
+        same_as: the tensor of which this is a second name. A file has its elements twice, since safetensors
             has no second names.
     """
 

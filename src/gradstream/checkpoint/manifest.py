@@ -33,7 +33,7 @@ _SEAL_BYTES = len(_SEAL % (64 * b"0"))
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 MAX_COUNT = 1 << 53
 _NO_COUNTS = frozenset({"seed", "model", "versions", "done", "evaluated"})
-"""Entries with numbers that are no counts, or that are checked elsewhere. A chunk without parameters has version -1."""
+"""Entries with numbers that are not counts, or are checked elsewhere. A chunk without parameters has version -1."""
 
 MAX_BYTES, MAX_VALUES = 64 << 20, 8 << 20
 """Limits of `state.json`, which has a number for each chunk: some millions at most."""
@@ -51,7 +51,7 @@ class FileEntry:
 class Evaluated:
     """The latest evaluation before a checkpoint.
 
-    `score` is what `until` monitors, with the sign by which larger is better; None where it monitors nothing.
+    `score` is the figure that `until` monitors, with the sign for which larger is better; None if it monitors nothing.
     """
 
     step: int
@@ -61,27 +61,28 @@ class Evaluated:
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Larger is better. The score counts first, then accuracy, then loss; none, or NaN, is the worst."""
+        """Larger is better. The score counts first, then accuracy, then loss; None and NaN are the worst."""
         no = float("-inf")
         better = (self.score, self.accuracy, None if self.loss is None else -self.loss)
-        first, second, third = (no if one is None or math.isnan(one) else one for one in better)
+        first, second, third = (no if figure is None or math.isnan(figure) else figure for figure in better)
         return first, second, third
 
 
 @dataclass(frozen=True, slots=True)
 class JobPhase:
-    """Which phase of its job a run is in, and where that has begun; see `job.phases`.
+    """The phase of its job that a run is in, and where it began; see `job.phases`.
 
     Args:
         number: number of the phase, from 0.
-        over: the phase is over, and the run goes on with the next one.
+        over: whether the phase is over, and the run goes on with the next one.
         epochs: number of data epochs that were complete when it began.
         rounds: minibatches of each worker before it (`Manifest.rounds`).
         origin: step of its first minibatch, as the plan of this phase counts steps (`Position.step`).
-        accumulate: number of minibatches of a step, where the gradients' variance has set it; 0 where the job does.
-        grown: with `over`: the phase itself goes on, with this number of minibatches of a step; 0: the next one does.
-        boundary: number of the run's boundaries before, at which nodes went on with another plan.
-        chosen: with `over`, and in a phase of strategy "auto": how it exchanges (`link_choice.Chosen.as_json`).
+        accumulate: number of minibatches of a step, if the gradients' variance has set it; 0 if the job does.
+        grown: with `over`: this phase itself continues, with this number of minibatches per step; 0 if the next one
+            does.
+        boundary: number of the run's boundaries so far at which nodes changed to another plan.
+        chosen: with `over`, in a phase of strategy "auto": how the next one exchanges (`link_choice.Chosen.as_json`).
     """
 
     number: int = 0
@@ -97,7 +98,7 @@ class JobPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPosition:
-    """How far a run is, and by what it goes on: what a checkpoint says of it to a run that resumes from it.
+    """How far a run is, and on what it depends: the part of a checkpoint that a resumed run reads.
 
     Args:
         step: rounds of a synchronous run, minibatches over all workers of another.
@@ -106,18 +107,19 @@ class RunPosition:
         done: which samples are done.
         model: fingerprint, elems, dtype and chunk_elems of the model, and its update rule if workers bring it.
         seed: seed of the run.
-        num_samples: samples in a data epoch; None in a stream.
-        samples: by worker, how many samples it has gone through, where workers bring data of their own.
-        shares: by rank, the samples of a round, where shares follow the measured speed.
-        dropped: by data epoch, how many of the samples that are done are not in the model, since updates were
-            made without them.
+        num_samples: samples in a data epoch; None for a stream.
+        samples: by worker, how many samples it has gone through, if workers bring their own data.
+        shares: by rank, the samples of a round, if shares follow the measured speed.
+        dropped: by data epoch, how many of the done samples are not in the model, since updates skipped
+            them.
         rule: class of the update rule whose state vectors these are: of the shards, or of the workers of a group.
         strategy: name of the run's strategy.
         phase: the phase of the job.
-        predictors: names the predictors of parts that train apart, as `SyntheticGradients.of_parts` does; "" for none.
-        remainders: names what each worker had not sent yet, as `RunPlan.remainders` does; "" for nothing.
-        replicas: names strategy and rule of workers that have parameters of their own, as `RunPlan.replicas` does; ""
-            for none. The model of the checkpoint is the mean of theirs.
+        predictors: names the predictors of independently trained parts, as `SyntheticGradients.of_parts` does; "" for
+            none.
+        remainders: names the unsent state of each worker, as `RunPlan.remainders` does; "" for none.
+        replicas: names strategy and rule of workers that have their own parameters, as `RunPlan.replicas` does; ""
+            for none. The model of the checkpoint is their mean.
     """
 
     step: int
@@ -150,7 +152,7 @@ class Manifest(RunPosition):
         software: version of gradstream.
         evaluated: the latest evaluation, if any.
         files: the other files of the folder, by name.
-        procedures: what chunks know of a procedure (`v1.Procedure`, in base64); nothing if there is none.
+        procedures: the chunks' state of a procedure (`v1.Procedure`, in base64); empty if there is none.
     """
 
     versions: Sequence[int]
@@ -213,12 +215,12 @@ def seal_of(body: bytes) -> bytes:
 
 
 def _check_counts(name: str, value: Any) -> None:
-    """Raises DataError for a number in an entry that counts nothing: below 0, or above what any run counts to."""
+    """Raises DataError for an impossible count in an entry: below 0, or above what any run reaches."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
-        for one in value:
-            _check_counts(name, one)
+        for entry in value:
+            _check_counts(name, entry)
     elif isinstance(value, int) and not 0 <= value <= MAX_COUNT:
         raise DataError(
             f"{STATE} has {name} {value}, expected 0 to {MAX_COUNT}: it was altered; resume from another checkpoint"
@@ -237,7 +239,7 @@ def _checked(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume(RunPosition):
-    """Where a resumed run goes on. All its nodes get this.
+    """Where a resumed run continues. All its nodes get this.
 
     Args:
         folder: folder of the checkpoint in the run directory.

@@ -40,7 +40,7 @@ STEP_DIGITS = 18
 """The most digits of a step in a request."""
 
 EXTRA, EXTRA_FILE = "loop.", "loop"
-"""Prefix of the tensors that a loop of the user's has besides its model, and their file in a checkpoint. They
+"""Prefix of the tensors that a user's loop has besides its model, and their file in a checkpoint. They
 are not registered: the loop's optimizer makes them at its first step."""
 
 CHECK = EXTRA + "check"
@@ -50,7 +50,7 @@ EXTRA_FACTOR = 8
 """The tensors of a user's loop may have at most this many times the bytes of the model."""
 
 GROWTH_BYTES = 64 << 20
-"""Buffers that a worker's model has made anew may have at most this many bytes more than those that it began with."""
+"""Most bytes by which buffers that a worker's model has recreated may exceed those with which it began."""
 
 HEADER_BYTES = 1 << 20
 """The most bytes of the file's header."""
@@ -120,10 +120,10 @@ def serve(
     """Serves the worker's own state.
 
     Args:
-        state: `state(step)` returns the state after so many steps, if the worker still has it; `state(None)`
-            returns the present one.
-        fixed: returns the frozen parameters in the place of buffers.
-        last: returns the state after the worker's last minibatch, once it is over.
+        state: `state(step)` returns the state after this many steps, if the worker still has it; `state(None)`
+            returns the current one.
+        fixed: returns the frozen parameters in place of buffers.
+        last: returns the state after the worker's last minibatch, once it is done.
     """
     named = {FIXED: fixed, LAST: last}
 
@@ -183,11 +183,11 @@ async def ask(
 
     Args:
         endpoint: endpoint of the caller.
-        expected: the worker's buffers, or frozen parameters, as it has registered them. They bound the answer;
+        expected: the worker's buffers, or frozen parameters, as it registered them. They bound the answer;
             buffers may have other shapes by now.
-        step: asks for the state after so many steps, if the worker still has it; None for the present one.
-        fixed: asks for the frozen parameters.
-        last: asks for the state after the worker's last minibatch, which the worker may still be about to finish.
+        step: asks for the state after this many steps, if the worker still has it; None for the current one.
+        fixed: whether to ask for the frozen parameters.
+        last: whether to ask for the state after the worker's last minibatch, which it may still be about to finish.
         silence_s: seconds of silence of the worker after which DeadlineError is raised.
 
     Raises:
@@ -205,14 +205,14 @@ async def ask(
 
 
 # ---- own tensors -------------------------------------------------------------------------
-# Tensors that one process has of its own, in checkpoints: a file for each process.
+# Tensors that belong to one process, in checkpoints: a file for each process.
 #
-#     predictors   of parts that train apart
-#     remainders   what a worker has not sent yet: its codec has left it out, or its exchange had begun before
-#     replica      all of a worker that has parameters of its own, which no other worker and no shard has
+#     predictors   of independently trained parts
+#     remainders   what a worker has not sent yet: its codec dropped it, or its exchange had begun before
+#     replica      everything of a worker that has its own parameters, which no other worker and no shard has
 #
-# No shard has them. The coordinator calls the method of this name of each process while the run stands still, and
-# writes what it answers as `<kind>-<node>.safetensors`. A process that goes on under the same name, with tensors of the
+# No shard has them. The coordinator calls the method of this name on each process while the run stands still, and
+# writes the answers as `<kind>-<node>.safetensors`. A process that continues under the same name, with tensors of the
 # same form, reads the file again.
 
 Kind = Literal["predictors", "remainders", "replica"]
@@ -222,14 +222,14 @@ MOST_BYTES = 1 << 34
 
 
 def file_of_own(kind: Kind, node: str) -> str:
-    """The name of a process in a checkpoint, to which `worker_file` adds the ending of the file."""
+    """The name of a process in a checkpoint, to which `worker_file` adds the file name extension."""
     return f"{kind}-{node}"
 
 
 def answering(
     state: Callable[[], Awaitable[Mapping[str, torch.Tensor]]],
 ) -> Callable[[Stream], Awaitable[None]]:
-    """Serves what a process has of its own, by name: for `Endpoint.serve`, under the name of its kind."""
+    """Serves a process's own tensors, by name: for `Endpoint.serve`, under the name of their kind."""
 
     async def answer(stream: Stream) -> None:
         await send_file(stream, safetensors.torch.save(dict(await state())))
@@ -238,7 +238,7 @@ def answering(
 
 
 async def ask_own(endpoint: Endpoint, kind: Kind, node: str, silence_s: float) -> bytes:
-    """Asks a process for what it has of its own, and returns the bytes of a file.
+    """Asks a process for its own tensors, and returns the bytes of a file.
 
     Raises:
         PeerLostError, DeadlineError: the process is gone, or silent.
@@ -248,7 +248,7 @@ async def ask_own(endpoint: Endpoint, kind: Kind, node: str, silence_s: float) -
 
 
 def read_own(storage: Storage, folder: str, kind: Kind, node: str) -> Mapping[str, torch.Tensor] | None:
-    """Reads what a process had of its own from a checkpoint; None if there is nothing of it. Raises DataError."""
+    """Reads a process's own tensors from a checkpoint; None if there are none. Raises DataError."""
     path = f"{folder}/{worker_file(file_of_own(kind, node))}"
     try:
         tensors: Mapping[str, torch.Tensor] = safetensors.torch.load(storage.read(path))

@@ -12,7 +12,7 @@ from gradstream.checkpoint.manifest import Evaluated
 from gradstream.errors import ConfigError
 
 FIRST_S = 60.0
-"""Seconds after which the first checkpoint is due, where the interval is a longer time."""
+"""Seconds after which the first checkpoint is due, if the interval is a longer time."""
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
@@ -60,13 +60,14 @@ class KeptCheckpoint:
 class Policy:
     """When a checkpoint is due, and which are kept.
 
-    An interval of time is not longer than the run had gone on at its last checkpoint, or `FIRST_S`: a run that dies
-    young loses half of its time at most.
+    An interval of time is not longer than the run had been going on at its last checkpoint, or `FIRST_S`: a run that
+    dies
+    young loses at most half of its time.
 
     Args:
         every: interval between checkpoints; None makes one only when the run is stopped.
         keep_last: number of the newest checkpoints to keep, at least 1.
-        keep_best: also keep the checkpoint with the best evaluation.
+        keep_best: whether to also keep the checkpoint with the best evaluation.
     """
 
     every: Every | None = None
@@ -74,11 +75,11 @@ class Policy:
     keep_best: bool = True
 
     def due(self, *, steps: int, epochs: int, seconds: float, before_s: float = math.inf) -> bool:
-        """Whether a checkpoint is due, so many steps, data epochs and seconds after the last one.
+        """Whether a checkpoint is due.
 
         Args:
-            steps, epochs, seconds: since the last one.
-            before_s: for how long the run had gone on then.
+            steps, epochs, seconds: since the last checkpoint.
+            before_s: how long the run had been going on at that time.
         """
         if self.every is None or steps <= 0:
             return False
@@ -98,13 +99,16 @@ class Policy:
 
     def superfluous(self, there: Sequence[KeptCheckpoint]) -> list[KeptCheckpoint]:
         """Returns the checkpoints of `there` that are not kept. `there` is sorted, oldest first."""
-        wanted = {one.folder for one in there[-max(1, self.keep_last) :]}
-        judged = [one for one in there if one.evaluated is not None]
+        wanted = {checkpoint.folder for checkpoint in there[-max(1, self.keep_last) :]}
+        judged = [checkpoint for checkpoint in there if checkpoint.evaluated is not None]
         if self.keep_best and judged:
             # Several may have the same evaluation; the oldest was made closest to it.
-            best = max(judged, key=lambda one: one.evaluated.rank if one.evaluated else (0.0, 0.0, 0.0))
+            best = max(
+                judged,
+                key=lambda checkpoint: checkpoint.evaluated.rank if checkpoint.evaluated else (0.0, 0.0, 0.0),
+            )
             wanted.add(best.folder)
-        return [one for one in there if one.folder not in wanted]
+        return [checkpoint for checkpoint in there if checkpoint.folder not in wanted]
 
 
 def _time(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """A node's part in a snapshot: it writes its ranges of the vectors into the files of the checkpoint.
 
 If there is enough memory, the node copies its ranges while the workers are paused, and writes the copy after
-they have resumed. Otherwise it writes while they are paused. No update is applied during the pause: all that
+they have resumed. Otherwise it writes while they are paused. No update is applied during the pause: everything that
 the workers have computed is in the model.
 """
 
@@ -26,7 +26,7 @@ from gradstream.wire.chunks import PartMap
 # ---- snapshot ----------------------------------------------------------------------------
 
 ROOM = 1.5
-"""The node makes a copy if so many times its bytes are free."""
+"""The node makes a copy if this many times its bytes are free."""
 
 READ_ELEMS = 1 << 20
 """Elements that are read at once."""
@@ -51,7 +51,7 @@ class SnapshotSource(Protocol):
         ...
 
     def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
-        """Returns what the node's chunks know of a procedure; nothing if there is none."""
+        """Returns the state of a procedure that the node's chunks have; empty if there is none."""
         ...
 
     def still(self) -> AbstractAsyncContextManager[object]:
@@ -74,7 +74,7 @@ class SnapshotMember(Protocol):
 
 
 def unsplit(pieces: Pieces, place: PartMap) -> Pieces:
-    """Pieces of a part's own vector as pieces of the unsplit one."""
+    """Converts pieces of a part's own vector to pieces of the unsplit one."""
     return [
         (at, piece[begin - start : stop - start])
         for start, piece in pieces
@@ -153,7 +153,9 @@ class NodeSnapshots:
 
     async def _copied(self, vectors: Mapping[str, Pieces], elems: int) -> Mapping[str, Pieces]:
         return await self._runtime.compute(
-            lambda _: {name: [(at, one.clone()) for at, one in pieces] for name, pieces in vectors.items()},
+            lambda _: {
+                name: [(at, piece.clone()) for at, piece in pieces] for name, pieces in vectors.items()
+            },
             work=Work("snapshot", elems=elems),
             shape_only=vectors,
         )
@@ -205,17 +207,18 @@ def load(storage: Storage, folder: str, vectors: Mapping[str, Pieces]) -> None:
 
 
 # ---- carried -----------------------------------------------------------------------------
-# `Carried`: what a worker of a group keeps in memory from one phase of its job to the next.
+# `Carried`: vectors that a worker of a group keeps in memory from one phase of its job to the next.
 #
-# A phase goes on from the checkpoint with which the one before has ended. All workers of a group have all that is in
+# A phase continues from the checkpoint with which the previous one ended. All workers of a group have everything in
 # it, so none has to read over a link what the others have written: 86 MB took two minutes at 10 Mbit/s.
 
 
 class Carried:
-    """The vectors of the checkpoint with which a phase has ended, in this process; nothing before, and after others.
+    """The vectors of the checkpoint that ended a phase, kept in this process; empty before, and after other phases.
 
     Attributes:
-        boundary: number of the boundary at which they were kept (`JobPhase.boundary`): nothing else goes on from them.
+        boundary: number of the boundary at which they were kept (`JobPhase.boundary`): nothing else continues from
+            them.
     """
 
     def __init__(self) -> None:
@@ -229,7 +232,7 @@ class Carried:
         self._vectors = {name: piece.clone() for name, ((_, piece),) in vectors.items()}
 
     def fill(self, version: int, vectors: Mapping[str, Pieces]) -> Mapping[str, Pieces]:
-        """Fills pieces of vectors that it has of this version. Returns the others, which are still to be read."""
+        """Fills pieces from the kept vectors of this version. Returns the others, which are still to be read."""
         left = dict(vectors)
         if version == self._version:
             for name in [name for name in vectors if name in self._vectors]:

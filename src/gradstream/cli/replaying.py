@@ -17,7 +17,14 @@ from gradstream.cli.report import print_result
 from gradstream.errors import ConfigError, DivergedError
 from gradstream.ext.replay import Replay, ReplayedUpdate
 from gradstream.ext.replay import replay as replay_run
-from gradstream.ext.replay.update import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
+from gradstream.ext.replay.update import (
+    StopCondition,
+    at_chunk_version,
+    at_update,
+    loss_jump,
+    not_finite,
+    of_step,
+)
 from gradstream.run.result import Run
 
 MANY = 16
@@ -40,13 +47,13 @@ class ReplayQuery:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
 
     @property
-    def stops_at(self) -> Found | None:
+    def stops_at(self) -> StopCondition | None:
         """Whether to stop at an update; None never stops. Raises ConfigError for several places to stop."""
         if (self.worker is None) != (self.step is None):
             raise ConfigError("--worker and --step go together: --worker 2 --step 120")
         if self.chunk is not None and self.version is None:
             raise ConfigError("--chunk goes with --version: --version 40 --chunk 2")
-        places: list[Found] = []
+        places: list[StopCondition] = []
         if self.until_update is not None:
             places.append(at_update(self.until_update))
         if self.worker is not None and self.step is not None:

@@ -26,10 +26,10 @@ _ADDRESS = re.compile(r"[ -~]{0,1024}")
 
 
 class Admission(Lead):
-    """Checks nodes that want to join, and keeps the model as the first worker has registered it.
+    """Checks nodes that want to join, and keeps the model as the first worker registered it.
 
     Args:
-        nodes: the expected nodes, and those that are in.
+        nodes: the expected nodes, and the current members.
         resume: the checkpoint whose model the workers must have; None if the first worker's model counts.
 
     Attributes:
@@ -51,7 +51,9 @@ class Admission(Lead):
         self._registrar = ""
         if resume is not None:
             self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
-        self._rows_open = resume is not None  # it may exchange other rows, and be split into other parts
+        self._rows_open = (
+            resume is not None
+        )  # a resumed run may exchange other rows, and be split into other parts
 
     def notice(self, notice: v1.Notice) -> None:
         """Adds the registered model."""
@@ -59,13 +61,13 @@ class Admission(Lead):
             notice.model.CopyFrom(self.model)
 
     def with_model(self, started: StartedEvent) -> StartedEvent:
-        """Fills the registered model into the record of a run as planned."""
+        """Fills the registered model into the record of a planned run."""
         model = self.model
         if model is None:
             return started
-        no_parameters = sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
+        no_parameters = sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.name == CHECK)
         optimizer = started.optimizer
-        if model.optimizer:  # the workers bring it
+        if model.optimizer:  # brought by the workers
             optimizer = _rule_of(model.optimizer)["class"].rpartition(":")[2].lower() or optimizer
         return replace(
             started,
@@ -84,7 +86,7 @@ class Admission(Lead):
         node = request.node
         if not _ADDRESS.fullmatch(node.address):
             return Refuse(v1.BAD_REQUEST, "a node joined with an invalid address")
-        if request.software and request.software != __version__:  # a worker in another language says none
+        if request.software and request.software != __version__:  # workers in other languages send none
             return Refuse(
                 v1.BAD_PROTOCOL,
                 f"{node.name} runs gradstream {request.software}, expected {__version__}: "
@@ -117,7 +119,7 @@ class Admission(Lead):
         if there is not None:
             return Refuse(
                 v1.NOT_MEMBER,
-                # Not its incarnation: who knows that could speak in its name.
+                # Without its incarnation: anybody who knows that could speak in its name.
                 f"{node.name} is in already, from {there.address}: give each node its own rank",
             )
         return Refuse(

@@ -1,32 +1,32 @@
 """Assigns minibatches to workers that ask for some: a pure state machine.
 
 A worker gets a block of minibatches at a time. A block is small enough that fast workers still find some
-left, and large enough that no worker waits for the coordinator, and training continues while it is away.
+left, and large enough that no worker waits for the coordinator, and that training continues while it is away.
 
     block = half of the worker's share of the rest of the epoch           (share: sᵢ / Σ s)
             at least FEW and FEW_S of its time, if that is at most half of its share of the run
             at most `lead_s` of its time, and r² minibatches after r gradients: few are not representative
 
-Towards the end of the run, a minibatch goes to the worker that would complete it first. Worker i, with hᵢ
-minibatches in hand, would complete another one after cᵢ = (hᵢ + 1)·tᵢ. It gets none if the other workers can
+Towards the end of the run, a minibatch goes to the worker that would complete it first. Worker i, which
+holds hᵢ minibatches, would complete another one after cᵢ = (hᵢ + 1)·tᵢ. It gets none if the other workers can
 complete the remaining R before that:
 
-    Σ_{j≠i} max(0, ⌈cᵢ / tⱼ⌉ - 1 - hⱼ)  ≥  R          for tᵢ, in which it could have done one
+     Σ_{j≠i} max(0, ⌈cᵢ / tⱼ⌉ - 1 - hⱼ)  ≥  R          for tᵢ, in which it could have done one
 
 where t is the measured time of a minibatch. So the last minibatch is complete as early as possible. After tᵢ it still
-gets none, for as long again at most, where the others are sooner done at the pace that they have had since it was
-denied the first: with D minibatches in e seconds, R·e/D ≤ tᵢ.
+gets none, for at most as long again, if the others will finish sooner at their pace since it was
+first denied: with D minibatches in e seconds, R·e/D ≤ tᵢ.
 
-In passes (see `Leases`), that holds for each minibatch of a block, and a worker i with nothing to do gets a copy of a
-minibatch that a worker j has, where it is expected to be done with it sooner. Of the minibatches of all j it is the one
-that is expected last:
+In passes (see `Leases`), this holds for each minibatch of a block, and an idle worker i gets a copy of a
+minibatch that a worker j has, if it is expected to finish it sooner. Of the minibatches of all j it is the one
+expected last:
 
-    tᵢ < |gⱼ + nⱼ·tⱼ - now|         gⱼ: when j was given some; it is the nⱼ-th of those that j had then
+         tᵢ < |gⱼ + nⱼ·tⱼ - now|         gⱼ: when j last got some; it is the nⱼ-th of those that j had then
 
-What is late is expected to take as long again as it is late by now.
+    What is late is expected to take as long again as it is late by now.
 
 Where sizes are measured, the minibatch of worker i has the share sᵢ / Σ s of the samples, so that all workers
-make equally many steps. Sizes change only if steps then become shorter by at least a twentieth.
+make equally many steps. Sizes change only if that makes steps shorter by at least a twentieth.
 
 Reference: guided self-scheduling, Polychronopoulos and Kuck 1987; weighted factoring, Hummel, Schmidt, Uma
 and Wein 1996.
@@ -62,10 +62,10 @@ from gradstream.wire import v1
 Floats = npt.NDArray[np.float64]
 
 FEW = 2
-"""Minibatches: the one that a worker computes, and the next one, while it asks for more."""
+"""Minibatches: the one that a worker computes, and the next one while it asks for more."""
 
 SURE_AFTER = 2
-"""Gradients of each worker that are measured before sizes are taken as settled."""
+"""Gradients of each worker that are measured before sizes count as settled."""
 
 FEW_S = 0.1
 """Seconds: longer than an answer of the coordinator takes."""
@@ -80,7 +80,7 @@ class BatchAssignment:
     Args:
         ledger: has the minibatches.
         num_workers: number of workers.
-        lead_s: a worker has at most so many seconds of work in hand.
+        lead_s: the most seconds of work that a worker has in advance.
         copies: whether in passes idle workers get copies.
     """
 
@@ -88,7 +88,7 @@ class BatchAssignment:
     """See `durable.state`."""
 
     CACHES = ("_changes", "_of", "_each", "_due", "_held")
-    """What follows from other attributes, and is made anew where it is missing."""
+    """Attributes derived from others, recomputed if missing."""
 
     def __init__(self, ledger: Ledger, num_workers: int, lead_s: float, *, copies: bool = True) -> None:
         plan = unjoined(ledger.plan)
@@ -104,15 +104,15 @@ class BatchAssignment:
         self._denied: dict[int, tuple[float, int]] = {}
         self._given: dict[
             int, tuple[float, int]
-        ] = {}  # by rank, when it was given some, and how many it had then
+        ] = {}  # by rank, when it last got minibatches, and how many it had then
         self._changes = 0  # of speeds, sizes and `_given`
-        self._of: tuple[int, ...] = ()  # the workers of what is kept below, each with what it follows from
+        self._of: tuple[int, ...] = ()  # the workers of the cached values below
         self._each: tuple[int, dict[int, float]] = (-1, {})
         self._due: tuple[object, list[tuple[float, Copy]]] = (None, [])
         self._held: tuple[object, tuple[Floats, Floats, Floats]] | None = None
 
     def joined(self, rank: int) -> None:
-        """Forgets the speed of a worker, whose place a new process has taken."""
+        """Forgets the speed of a worker that a new process has replaced."""
         self._changes += 1
         self._speeds[rank] = WorkerSpeed()
         self._only_first.discard(rank)
@@ -122,7 +122,7 @@ class BatchAssignment:
     def took(self, rank: int, measured: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
         """Takes the speed that a worker has measured since its last report. Returns new sizes, if any.
 
-        The first report is of the first gradient alone, which is slower than all others: it is forgotten with
+        The first report covers only the first gradient, which is slower than all others: it is forgotten with
         the second report.
 
         Args:
@@ -160,7 +160,7 @@ class BatchAssignment:
             rank: rank of the worker.
             present: ranks of all workers that take part, including this one.
             in_hand: number of the worker's minibatches that are not in the model yet.
-            at_s: present time in seconds.
+            at_s: current time in seconds.
         """
         leases = self._ledger.leases
         left_over = leases.unassigned(rank)
@@ -179,13 +179,13 @@ class BatchAssignment:
         return handed
 
     def _copy(self, rank: int, present: Sequence[int], at_s: float) -> tuple[BatchRef, ...]:
-        """A minibatch of another worker, if this one is expected to be done with it sooner."""
+        """A minibatch of another worker, if this one is expected to finish it sooner."""
         due = self._copies_due(present)
-        first = next((one for one in due if one[1].holder != rank), None)
-        last = next((one for one in reversed(due) if one[1].holder != rank), None)
+        first = next((entry for entry in due if entry[1].holder != rank), None)
+        last = next((entry for entry in reversed(due) if entry[1].holder != rank), None)
         if first is None or last is None or not self._ledger.leases.takes(rank):
             return ()
-        due_s, copy = max(first, last, key=lambda one: abs(one[0] - at_s))
+        due_s, copy = max(first, last, key=lambda entry: abs(entry[0] - at_s))
         if abs(due_s - at_s) <= self._each_s(present)[rank]:
             return ()
         self._given[rank] = at_s, 1
@@ -193,20 +193,23 @@ class BatchAssignment:
         return (self._ledger.leases.hand_out_copy(rank, copy),)
 
     def _copies_due(self, present: Sequence[int]) -> list[tuple[float, Copy]]:
-        """When each minibatch that one worker alone has is expected, the soonest first."""
-        leases, each_s, given = self._ledger.leases, self._each_s(present), self._given
+        """When each minibatch that only one worker has is expected, the soonest first."""
+        leases, each_s, progress = self._ledger.leases, self._each_s(present), self._given
         follows_from = leases.version, self._changes
         if self._due[0] != follows_from:
             due = [
-                (given[one.holder][0] + (given[one.holder][1] - one.after) * each_s[one.holder], one)
-                for one in leases.copies()
-                if one.holder in given and one.holder in each_s
+                (
+                    progress[copy.holder][0] + (progress[copy.holder][1] - copy.after) * each_s[copy.holder],
+                    copy,
+                )
+                for copy in leases.copies()
+                if copy.holder in progress and copy.holder in each_s
             ]
-            self._due = follows_from, sorted(due, key=lambda one: one[0])
+            self._due = follows_from, sorted(due, key=lambda entry: entry[0])
         return self._due[1]
 
     def _size(self, rank: int, present: Sequence[int]) -> int:
-        """Size of the worker's minibatch; 0 where the others take all."""
+        """Size of the worker's minibatch; 0 if the others take everything."""
         return self._sizes[rank] or (0 if any(self._sizes[other] for other in present) else max(self._sizes))
 
     def _limit(self, rank: int, present: Sequence[int], size: int, left_over: Unassigned) -> int:
@@ -227,7 +230,7 @@ class BatchAssignment:
     def _others_sooner(
         self, rank: int, present: Sequence[int], left_over: Unassigned, in_hand: int, at_s: float
     ) -> bool:
-        """Whether the others can complete all that is left before this worker completes one more."""
+        """Whether the others can complete everything left before this worker completes one more."""
         if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.leases.helping:
             return False
         if not self._others_can(rank, present, left_over.run, in_hand):
@@ -239,7 +242,7 @@ class BatchAssignment:
         return waits_s <= own_s or (waits_s <= 2 * own_s and left_over.run * waits_s <= done * own_s)
 
     def _others_can(self, rank: int, present: Sequence[int], left: int, in_hand: int) -> bool:
-        """Whether the others can complete so many before this worker completes one more than it has in hand."""
+        """Whether the others can complete this many before this worker completes one more than it has."""
         each_s, leased, sizes = self._leased_of(present)
         own = present.index(rank)
         done_s = (in_hand + 1) * each_s[own]
@@ -250,17 +253,17 @@ class BatchAssignment:
     def _in_time(
         self, rank: int, present: Sequence[int], left_over: Unassigned, in_hand: int, most: int
     ) -> int:
-        """The largest block whose last minibatch the others could not complete before, at least one.
+        """The largest block whose last minibatch the others could not complete sooner; at least one.
 
         The next pass waits for the last one. Which worker asks first, and gets a block before the others, is chance.
         """
-        worth = range(1, most)  # whether to give one more than so many
+        worth = range(1, most)  # block sizes beyond which one more may be worthwhile
         return 1 + bisect_left(
             worth, True, key=lambda n: self._others_can(rank, present, left_over.run - n, in_hand + n)
         )
 
     def _leased_of(self, present: Sequence[int]) -> tuple[Floats, Floats, Floats]:
-        """Seconds of a minibatch of each worker, how many it has without a receipt, and the size of each."""
+        """By worker: seconds of a minibatch, number of minibatches without a receipt, and minibatch size."""
         leases, each_s = self._ledger.leases, self._each_s(present)
         if self._held is None or self._held[0] != leases.version:
             leased = np.array([leases.in_hand(rank) for rank in present], np.float64)
@@ -309,7 +312,7 @@ class AssignmentReplies(Lead):
     """Answers workers that ask for minibatches.
 
     Args:
-        assignment: hands them out; None where workers go through rounds, or bring data of their own.
+        assignment: hands them out; None if workers go through rounds, or bring their own data.
         ledger: the minibatches of the run.
         participation: which workers take part; None if all do.
         nodes: the members.
@@ -321,7 +324,7 @@ class AssignmentReplies(Lead):
     """See `durable.state`."""
 
     CACHES = ("_present",)
-    """What follows from other attributes, and is made anew where it is missing."""
+    """Attributes derived from others, recomputed if missing."""
 
     REQUESTS: ClassVar = {"assign": v1.Ask}
 
@@ -341,7 +344,7 @@ class AssignmentReplies(Lead):
         self._phases = phases
         self._snapshots = snapshots
         self._asked: dict[str, int] = {}  # by worker, the number of its newest request
-        self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of its newest answered one, and the answer
+        self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # its newest answered request, and the answer
         # see `_active`
         self._present: tuple[list[v1.Node], frozenset[str], list[int]] = ([], frozenset(), [])
 
@@ -350,7 +353,7 @@ class AssignmentReplies(Lead):
         return {"replies": self, **({} if self._assignment is None else {"assignment": self._assignment})}
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
-        """Forgets the requests and the speed of the process whose place a worker takes."""
+        """Forgets the requests and the speed of the process that a new one replaces."""
         if node.role == "worker":
             self._asked.pop(node.name, None)
             self._answered.pop(node.name, None)
@@ -359,7 +362,7 @@ class AssignmentReplies(Lead):
         return []
 
     def on_request(self, node: v1.Node, request: v1.Ask, at_s: float) -> list[Instruction]:
-        """Takes the speed that a worker has measured since it asked for minibatches last."""
+        """Takes the speed that a worker has measured since its last request."""
         if self._assignment is None:
             return []
         check_measured(node.name, request)
@@ -400,7 +403,7 @@ class AssignmentReplies(Lead):
 
     @property
     def _active(self) -> list[int]:
-        """Ranks of the workers that are in and not paused: the same list as long as they are the same."""
+        """Ranks of the members that are not paused: the same list object while they stay the same."""
         workers, paused = self._nodes.workers, frozenset[str]()
         if self._participation is not None:
             paused = frozenset(self._participation.paused)

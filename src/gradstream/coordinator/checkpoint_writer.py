@@ -1,7 +1,7 @@
 """`CheckpointWriter`: asks workers for their own state, opens drafts of checkpoints, and commits them.
 
 `snapshot.py` decides when; `checkpoint/folder.py` knows the files. Files are written in threads beside the
-event loop, so the coordinator hears its members meanwhile.
+event loop, so the coordinator still hears its members.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class CheckpointOptions:
 
     Args:
         template: a manifest with the entries that all checkpoints of the run have in common.
-        states: gives the names of the optimizer's state vectors for a registered model.
+        states: returns the names of the optimizer's state vectors for a registered model.
         policy: which checkpoints are kept.
-        pieces: gives, for a model and a number of holders, the ranges [start, stop) of every vector that each
+        pieces: returns, for a model and a number of holders, the ranges [start, stop) of every vector that each
             holder has, in elements.
-        averages_gradients: the holders have only gradients, which no checkpoint contains; the model comes from a
-            worker.
+        averages_gradients: whether the holders have only gradients, which no checkpoint contains; the model then
+            comes from a worker.
     """
 
     template: Manifest
@@ -71,7 +71,7 @@ class CheckpointOptions:
 
 @dataclass(slots=True)
 class _Open:
-    """An open draft, and what goes into it."""
+    """An open draft, and its contents."""
 
     draft: DraftSnapshot
     holders: Sequence[str]  # names of the nodes that write into it
@@ -97,7 +97,7 @@ class CheckpointWriter:
         self._options = options
         self._resume = context.membership.progress.resume
         self._open: dict[int, _Open] = {}  # by number of the snapshot
-        self._left_over = False  # a draft has failed, and some of its files may still be there
+        self._left_over = False  # whether files of a failed draft may still be there
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def carry_out(self, instruction: Instruction) -> None:
@@ -147,7 +147,7 @@ class CheckpointWriter:
         return []
 
     async def sweep(self) -> None:
-        """Removes drafts that a killed process, or a full disk, has left half written."""
+        """Removes drafts that a killed process or a full disk left half written."""
 
         def work() -> None:
             try:
@@ -176,26 +176,28 @@ class CheckpointWriter:
             asking = (ask(endpoint, who, buffers, silence_s=silence_s) for who in snapshot.workers)
             own = dict(zip(snapshot.workers, await self._runtime.gather(*asking), strict=True))
         frozen: Buffers = {}
-        if specs := [spec for spec in fixed if not spec.same_as]:  # all workers have the same
-            one = await ask(endpoint, snapshot.workers[0], specs, fixed=True, silence_s=silence_s)
-            frozen = one.buffers
+        if specs := [spec for spec in fixed if not spec.same_as]:  # the same on all workers
+            answer = await ask(endpoint, snapshot.workers[0], specs, fixed=True, silence_s=silence_s)
+            frozen = answer.buffers
         template, beside = self._options.template, dict[str, bytes]()
         kept: dict[Kind, str] = {
             "predictors": template.predictors,
             "remainders": template.remainders,
             "replica": template.replicas,
         }
-        for kind in (one for one, whose in kept.items() if whose):
+        for kind in (kind for kind, whose in kept.items() if whose):
             nodes = [
                 member_name(part, int(who.rpartition("-")[2]))
                 for who in snapshot.workers
                 for part in range(max(1, len(admission.model.parts)))
             ]
-            answers = await self._runtime.gather(*(ask_own(endpoint, kind, one, silence_s) for one in nodes))
+            answers = await self._runtime.gather(
+                *(ask_own(endpoint, kind, node, silence_s) for node in nodes)
+            )
             beside |= zip([file_of_own(kind, node) for node in nodes], answers, strict=True)
         averages = averaged(list(own.values()))
-        if own:  # a model may have made its buffers anew, in other shapes
-            buffers = [spec_of(name, one.shape, one.dtype) for name, one in averages.items()]
+        if own:  # a model may have recreated its buffers, in other shapes
+            buffers = [spec_of(name, average.shape, average.dtype) for name, average in averages.items()]
         draft = DraftSnapshot(
             self._runtime.storage,
             step=snapshot.step,
@@ -223,7 +225,7 @@ class CheckpointWriter:
         assert spec is not None
         num_chunks = -(-spec.elems // spec.chunk_elems)
         pieces = options.pieces(spec, len(snapshot.holders))
-        _check_reports(snapshot, _num_chunks(spec, len(snapshot.holders)), [len(one) for one in pieces])
+        _check_reports(snapshot, _num_chunks(spec, len(snapshot.holders)), [len(piece) for piece in pieces])
         by_holder = [snapshot.versions[who] for who in snapshot.holders]
         if spec.parts:  # the chunks of parts are not those of the whole
             versions = [min(chain.from_iterable(by_holder), default=0)] * num_chunks
@@ -236,12 +238,12 @@ class CheckpointWriter:
             for index, place in enumerate(snapshot.places)
         }
         if isinstance(self._membership.progress.ledger, OpenLedger):
-            # A loop that has run out still takes part in rounds, so it counts its steps itself.
+            # A loop that has run out still takes part in rounds, so it counts its own steps.
             steps = {who: state.steps for who, state in opened.own.items()}
             samples = {who: state.samples for who, state in opened.own.items()}
         else:
             begin = {who: self._resume.step_of(who) if self._resume else 0 for who in snapshot.stop_at}
-            before = {} if self._resume is None else self._resume.steps  # also of workers that are no more
+            before = {} if self._resume is None else self._resume.steps  # including former workers
             steps = {**before, **{who: begin[who] + count for who, count in snapshot.stop_at.items()}}
             samples = {}
         balance = self._membership.lead(Shares).balance
@@ -254,9 +256,9 @@ class CheckpointWriter:
             done=snapshot.progress,
             versions=versions,
             procedures=[
-                b64encode(one).decode()
+                b64encode(procedure).decode()
                 for who in snapshot.holders
-                for one in snapshot.procedures.get(who, ())
+                for procedure in snapshot.procedures.get(who, ())
             ],
             model={
                 "fingerprint": spec.fingerprint,
@@ -315,7 +317,7 @@ def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
 
 
 def _num_chunks(spec: v1.ModelSpec, holders: int) -> list[int]:
-    """Number of chunks of each holder: those of each part are dealt to its own ones."""
+    """Number of chunks of each holder: the chunks of each part are dealt to the part's own holders."""
     parts = max(1, len(spec.parts))
     each = holders // parts
     numbers = [-(-part_map_of(spec, part).elems // spec.chunk_elems) for part in range(parts)]
@@ -357,12 +359,12 @@ def _part(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:
 
 
 # ---- checkpoint handler ------------------------------------------------------------------
-# Checkpoint files for nodes on other machines, which do not see the run directory.
+# Checkpoint files for nodes on other machines, which have no access to the run directory.
 #
 # The nodes' side is `checkpoint/elsewhere.py`.
 
 WRITE_BYTES = 8 << 20
-"""Parts are gathered until they have so many bytes, and then written and made durable at once."""
+"""Parts are gathered up to this many bytes, and then written and made durable at once."""
 
 T = TypeVar("T")
 
@@ -373,7 +375,7 @@ class CheckpointHandler:
     Args:
         runtime: runtime of the coordinator; its storage is the run directory.
         endpoint: endpoint of the coordinator.
-        writer: knows the open drafts, and the checkpoint that the run was resumed from.
+        writer: knows the open drafts, and the checkpoint from which the run was resumed.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, writer: CheckpointWriter) -> None:
@@ -408,7 +410,7 @@ class CheckpointHandler:
         await self._on_disk(lambda: self._runtime.storage.patch(path, parts), "write")
 
     async def _kept(self, stream: Stream) -> None:
-        """Sends bytes of a file of the checkpoint that the run was resumed from."""
+        """Sends bytes of a file of the checkpoint from which the run was resumed."""
         request, storage = v1.Kept.FromString(stream.opened.body), self._runtime.storage
         path = request.path
         folder, _, name = path.rpartition("/")
@@ -433,5 +435,5 @@ class CheckpointHandler:
 
 def lies_in(ranges: Sequence[tuple[int, int]], part: v1.Part) -> bool:
     """Whether a part lies inside one of the ranges [start, stop) of bytes, which are in ascending order."""
-    index = bisect_right(ranges, part.offset_bytes, key=lambda one: one[0]) - 1
+    index = bisect_right(ranges, part.offset_bytes, key=lambda start_stop: start_stop[0]) - 1
     return index >= 0 and part.offset_bytes + len(part.data) <= ranges[index][1]

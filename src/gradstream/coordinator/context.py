@@ -1,4 +1,4 @@
-"""`CoordinatorContext`: what all parts of the coordinator share."""
+"""`CoordinatorContext`: objects that all parts of the coordinator share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradstream.transport.base import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorContext:
-    """What all parts of the coordinator share.
+    """Objects that all parts of the coordinator share.
 
     Args:
         runtime: time and tasks; its storage is the run directory.
@@ -23,7 +23,7 @@ class CoordinatorContext:
         membership: the state machine.
         carry_out: carries out instructions of the state machine.
         keeper: makes the state durable; everything that leaves the coordinator waits for it.
-        age_s: time of the state machine, in seconds. It does not pass while the coordinator is suspended, so
+        age_s: time of the state machine, in seconds. It stops while the coordinator is suspended, so that
             no node is late because of that.
     """
 

@@ -1,7 +1,7 @@
-"""`Coordinator`: carries the membership state machine out over streams.
+"""`Coordinator`: carries out the membership state machine over streams.
 
-It is not on the data path: it knows which nodes are in and which minibatches are in the model, and sees
-neither gradients nor parameters. Where two nodes cannot dial each other, its process passes their bytes on, without
+It is not on the data path: it knows the members and which minibatches are in the model, and sees
+neither gradients nor parameters. If two nodes cannot dial each other, its process forwards their bytes, without
 reading them: see `relay`.
 """
 
@@ -58,7 +58,7 @@ class RequestService:
                 context.endpoint.serve(method, serve, model=False)
 
     def wake(self) -> None:
-        """Looks again at all requests whose answer has to wait."""
+        """Rechecks all requests whose answer has to wait."""
         for wakeup in self._waiting:
             wakeup.ring()
 
@@ -71,17 +71,17 @@ class RequestService:
         await self._answer(stream, lambda: context.membership.answer(who, request, context.age_s()))
 
     async def _answer(self, stream: Stream, decide: Callable[[], Message | Refuse | None]) -> None:
-        """Answers once there is a decision; until then tells the worker which others it waits for."""
+        """Answers once there is a decision; until then tells the worker for which others it waits."""
         who, wakeup, context = stream.opened.sender, Wakeup(), self._context
         self._waiting[wakeup] = None
-        told_ns, told = 0, list[v1.Node]()
+        told_ns, sent = 0, list[v1.Node]()
         runtime, notice_s = context.runtime, context.deadlines.notice_s
         try:
             while (answer := decide()) is None:
                 others = context.membership.nodes.workers
-                if others is not told or runtime.left_s(told_ns, notice_s) <= 0:
+                if others is not sent or runtime.left_s(told_ns, notice_s) <= 0:
                     await stream.waiting(node.name for node in others if node.name != who)
-                    told_ns, told = runtime.now(), others
+                    told_ns, sent = runtime.now(), others
                 await wakeup.rung(runtime, notice_s)
         finally:
             del self._waiting[wakeup]
@@ -119,12 +119,12 @@ class Coordinator:
         keeper: takes the events of all nodes and of the coordinator, and keeps the state.
         checkpoints: how checkpoints are made; None makes none.
         drive: the strategy's schedule of participation; None if all workers take part.
-        place: the place of this phase of the job among the others; None if the job has none.
+        place: the position of this phase among the job's phases; None if there are none.
 
     Attributes:
-        clock: time of the events.
-        membership: see above.
-        on_begin: called when training begins, with `clock.zero_ns`; not in a process that goes on after another.
+            clock: time of the events.
+            membership: see above.
+            on_begin: called when training begins, with `clock.zero_ns`; not in a process that replaces another.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Coordinator:
         self._runtime = runtime
         self._endpoint = endpoint
         self.membership = membership
-        self._begun = False  # the training of this phase
+        self._begun = False  # whether the training of this phase has begun
         self._keeper = keeper
         clock = None if place is None else place.clock
         self.clock = clock or RunClock(runtime, membership.progress.earlier_s)
@@ -150,9 +150,9 @@ class Coordinator:
         )
         self.on_begin: Callable[[int], None] = lambda zero_ns: None
         self._age_s = Age(runtime)
-        self._ended = Wakeup()  # rings when the run is over, and when a node is gone
+        self._ended = Wakeup()  # set when the run is over, and when a node is gone
         self._failed: FailedEvent | None = None
-        self._num_news = 0  # of what has its receipt
+        self._num_news = 0  # number of receipts seen
         context = CoordinatorContext(
             runtime, endpoint, membership, carry_out=self._carry_out, age_s=self._age_s, keeper=keeper
         )
@@ -181,7 +181,7 @@ class Coordinator:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Goes on where an earlier process of the coordinator died: waits for its members, and trains."""
+        """Continues where an earlier process of the coordinator died: waits for its members, and trains."""
         membership = self.membership
         self._presences.await_members()
         if membership.phases.training:
@@ -201,7 +201,7 @@ class Coordinator:
         deadline = runtime.expire_after(
             deadlines.join_s, lambda: self._carry_out(self.membership.overdue(self._age_s()))
         )
-        for node in self.membership.nodes.as_notice():  # of an earlier process
+        for node in self.membership.nodes.as_notice():  # members from an earlier process
             self._endpoint.know(node.name, node.address)
         if self._writer is not None:
             await self._writer.sweep()
@@ -221,29 +221,29 @@ class Coordinator:
         return RunOutcome(self.membership.notice, self._failed or self._failed_before())
 
     def _failed_before(self) -> FailedEvent | None:
-        """Why the run has failed, where an earlier process of the coordinator has reported that, and died."""
+        """Why the run has failed, if an earlier process of the coordinator reported that, and died."""
         phases = self.membership.phases
         if phases.phase != v1.Notice.ABORTED:
             return None
         return FailedEvent(culprit=phases.culprit, error=phases.error, message=phases.reason, traceback="")
 
     async def close(self) -> None:
-        """Stores what is left of the state and the events. The last call."""
+        """Stores the rest of the state and the events. The last call."""
         await self._keeper.close()
 
     def stop(self) -> None:
-        """Asks the run to stop, with a checkpoint if training has begun; `run` returns then."""
+        """Asks the run to stop, with a checkpoint if training has begun; `run` then returns."""
         self._carry_out(self.membership.phases.ask_to_stop(self._age_s()))
 
     def reshard(self, servers: int, token: str = "") -> list[str]:
-        """Asks the run to change its number of shards while it goes on; "reshard" events tell the outcome.
+        """Asks the running job to change its number of shards; "reshard" events report the outcome.
 
         Args:
             servers: new number of shards.
             token: name of this request, in its events.
 
         Returns:
-            Names of the new shards, which somebody has to start.
+            Names of the new shards, which the caller has to start.
 
         Raises:
             ConfigError: the run cannot do that, or not now; an event says so, too.
@@ -273,7 +273,7 @@ class Coordinator:
     # ---- reports of the nodes -------------------------------------------------------------
 
     def _take_events(self, admitted: Admitted) -> None:
-        """Keeps events of a node, of which some have consequences."""
+        """Keeps events of a node; some of them have consequences."""
         self._keeper.emit(admitted.lines)
         for event in admitted.events:
             if out := self.membership.event(event, self._age_s()):
@@ -305,7 +305,7 @@ class Coordinator:
         nodes = self.membership.nodes
         self._endpoint.identity.epoch = (
             nodes.epoch
-        )  # so that it holds back no call of a member that it has lost
+        )  # so that it does not hold back calls of members that it has lost
         self._endpoint.members_changed(nodes.incarnations, nodes.revoked)
         for instruction in instructions:
             if isinstance(instruction, Emit):

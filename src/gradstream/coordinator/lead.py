@@ -11,7 +11,7 @@ that order, and knows no feature by name:
     members are told                      notice
     a new process goes on                 durable, restored
 
-Nothing in a lead waits, sends or writes: the coordinator carries the instructions out.
+A lead never waits, sends or writes: the coordinator carries out its instructions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradstream.wire import v1
 
 
 class Instruction:
-    """What the coordinator is to do. Features may have further ones, which their own services carry out."""
+    """An order to the coordinator. Features may define others, which their own services carry out."""
 
     __slots__ = ()
 
@@ -62,25 +62,25 @@ ANY, SHARDS, WORKERS, REPLICAS = "nodes", "shards", "workers", "workers and thei
 
 OF_ROLE = {"shard": (ANY, SHARDS), "worker": (ANY, WORKERS, REPLICAS)}
 OF_PARTS = (ANY, REPLICAS)
-"""What a node of a role is among these; other roles are those of parts."""
+"""The group of senders to which a role belongs; other roles are those of parts."""
 
 
 ONCE = frozenset({"backed_up", "broken", "quiesced", "resharded", "sound"})
-"""Kinds of reports of which a beat has one at most, the newest."""
+"""Kinds of reports of which a beat has at most one, the newest."""
 
 MOST_REPORTS = 1 << 16
-"""The most reports of a beat: one for each gradient that was refused, or push that was lost, since the one before."""
+"""Most reports of a beat: one for each gradient refused, or push lost, since the previous beat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member that was lost while the others train, or was asked to go.
+    """A member that was lost while the others train, or was asked to leave.
 
     Args:
         node: the member.
         reason: what happened to it.
         worker: name of the worker that is lost with it; "" if it is a shard.
-        replica: the processes of that worker that were in, by name; each with its incarnation.
+        replica: the processes of that worker that were members, by name; each with its incarnation.
     """
 
     node: v1.Node
@@ -93,7 +93,7 @@ class Lead:
     """The coordinator's half of one feature. A feature overrides the hooks that it needs."""
 
     REPORTS: ClassVar[Mapping[str, str]] = {}
-    """The kinds of reports that it takes, each with who may send it."""
+    """The kinds of reports that it takes, each with its permitted senders."""
 
     REQUESTS: ClassVar[Mapping[str, type[Message]]] = {}
     """The methods that it serves for workers, each with the type of its requests."""
@@ -102,50 +102,50 @@ class Lead:
     """Whether the answers to others may wait for a request."""
 
     def check(self, node: v1.Node, kind: str, report: Any) -> None:
-        """Raises RefusedError for an impossible report, before anything of the beat is believed."""
+        """Raises RefusedError for an impossible report, before anything in the beat is believed."""
 
     def on_report(self, node: v1.Node, kind: str, report: Any, at_s: float) -> Sequence[Instruction]:
         """Takes a report that has passed `check`."""
         return ()
 
     def on_beat(self, node: v1.Node, beat: v1.Beat, at_s: float) -> Sequence[Instruction]:
-        """Takes what is in a beat besides the reports, after those that are of this lead."""
+        """Takes the rest of a beat, after the reports for this lead."""
         return ()
 
     def on_request(self, node: v1.Node, request: Any, at_s: float) -> Sequence[Instruction]:
-        """Takes what a worker says with a request. Raises RefusedError for an impossible one."""
+        """Takes the contents of a worker's request. Raises RefusedError for an impossible request."""
         return ()
 
     def answer(self, node: v1.Node, request: Any, at_s: float) -> Message | Refuse | None:
-        """Answers the request; None if that has to wait: it is called again when something has happened."""
+        """Answers the request; None if the answer has to wait: it is called again when something has happened."""
         raise NotImplementedError
 
     def on_event(self, event: Mapping[str, Any], at_s: float) -> Sequence[Instruction]:
-        """Takes an event of a member, as it is in `events.jsonl`, before the beat that it came with."""
+        """Takes an event of a member, as in `events.jsonl`, before the beat that brought it."""
         return ()
 
     def on_join(self, node: v1.Node, at_s: float) -> Sequence[Instruction]:
-        """A node has joined while the others train, in the place of a lost one or as a new shard."""
+        """Handles a node that has joined while the others train, replacing a lost one or as a new shard."""
         return ()
 
     def on_lost(self, lost: Lost, at_s: float) -> Sequence[Instruction]:
-        """A member is gone."""
+        """Handles the loss of a member."""
         return ()
 
     def on_absent(self, rank: int) -> Sequence[Instruction]:
-        """The training begins without this worker."""
+        """Handles that training begins without this worker."""
         return ()
 
     def proceed(self, at_s: float) -> Sequence[Instruction]:
-        """Goes on with what has waited for others, or for time to pass. Called after each beat while nodes train."""
+        """Continues work that waited for others, or for time to pass. Called after each beat while nodes train."""
         return ()
 
     def on_progress(self, at_s: float) -> Sequence[Instruction]:
-        """More is in the model, and the run is not over with it."""
+        """Handles that more is in the model, without the run being over."""
         return ()
 
     def on_complete(self) -> Sequence[Instruction]:
-        """Every minibatch of the run is in the model. May be called again."""
+        """Handles that every minibatch of the run is in the model. May be called again."""
         return ()
 
     @property
@@ -154,18 +154,18 @@ class Lead:
         return False
 
     def notice(self, notice: v1.Notice) -> None:
-        """Adds what all members are told of the feature."""
+        """Adds the feature's part of what all members are told."""
 
     def timers(self) -> Sequence[tuple[float, Callable[[float], Sequence[Instruction]]]]:
-        """Seconds of training, each with what is called when they are over."""
+        """Seconds of training, each with the function to call once they have passed."""
         return ()
 
     def durable(self) -> dict[str, object]:
-        """What a new process of the coordinator takes over, by name: see `durable.state`."""
+        """The state that a new process of the coordinator takes over, by name: see `durable.state`."""
         return {type(self).__name__: self} if hasattr(self, "KEPT") else {}
 
     def restored(self, at_s: float) -> Sequence[Instruction]:
-        """Goes on after the state of an earlier process of the coordinator was restored."""
+        """Continues after the state of an earlier process of the coordinator was restored."""
         return ()
 
 

@@ -1,9 +1,9 @@
 """`LinkChoice`: measures the links and the computing in one phase of a run, and chooses how the next one exchanges.
 
-It is the advice of `Links`: allreduce after each minibatch where workers wait little, else local SGD every H
-minibatches, with or without a codec. In a phase of local SGD nobody sees how long they would wait for a sum after each
-minibatch, nor in a phase that the workers have ended before its first one (`FirstLook` of `worker.group.exchange`). It
-is taken as what a sum takes beyond half of the computing, behind which backprop hides it.
+It follows the advice of `Links`: allreduce after each minibatch if workers wait little, else local SGD every H
+minibatches, with or without a codec. In a phase of local SGD nobody sees how long workers would wait for a sum after
+each minibatch, nor in a phase that the workers ended before its first sum (`FirstLook` of `worker.group.exchange`). The
+wait is then estimated as the part of a sum that exceeds half of the computing, behind which backprop hides it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gradstream.codec import named
 from gradstream.codec.base import Codec
 
 # ---- links -------------------------------------------------------------------------------
-# `Links`: whether the links of a group are quick enough for its exchange, and if not, how to exchange instead.
+# `Links`: whether the links of a group are fast enough for its exchange, and if not, how to exchange instead.
 #
-# `report.links` gives that as advice after a run, and `link_choice` chooses by it between two phases of a run.
+# `report.links` gives that as advice after a run, and `link_choice` uses it between two phases of a run.
 #
-# The group has measured what a message costs, α + n·β seconds for n bytes, and the steps say how long a minibatch is
+# The group has measured the cost of a message, α + n·β seconds for n bytes, and the steps show how long a minibatch is
 # computed: c seconds on the slowest worker. For W workers and a gradient of n bytes, C of them encoded, an exchange
 # takes
 #
@@ -31,52 +31,52 @@ from gradstream.codec.base import Codec
 #     encoded         2α + 2(W - 1)/W·C·β         the same, encoded each time; for W = 2 once, α + C·β
 #     few numbers     ⌈lg W⌉α + (W - 1)·C·β       all parts go to all: `chunk-top-k`
 #
-# Workers that wait less than a quarter of c need no advice. Others are advised the local SGD that is soonest at an
-# accuracy, by what its minibatches cost, times how many of them it needs. For an exchange of x seconds every H
+# Workers that wait less than a quarter of c need no advice. Others are advised the local SGD that reaches an accuracy
+# soonest: the cost of its minibatches times how many of them it needs. For an exchange of x seconds every H
 # minibatches, d of which are computed during it (`delay`), that is
 #
 #     (c + max(0, x - d·c)/H) · m · (1 + (H/h)⁴)^(p/4) · (1 + 0.6 d/H)         m, h and p in `COMPRESSIONS`
 #
-# where d is ⌈x/c⌉, at most H/4, or 0. The second and all further factors are rough. They are those of three networks
+# where d is ⌈x/c⌉, at most H/4, or 0. The second and all further factors are rough. They come from three networks
 # over slow links (`docs/codecs.md`). At H = 20 one bit needed 1.10 to 1.23 times the minibatches of `float4`, `chunk-
 # top-k` with outer momentum 1.15 to 1.5 times, and a delay of a quarter 1.10 to 1.17 times. At H = 40 `float4` needed
-# 1.05 times those of H = 20. What loses more needs rounds: one of the networks took 2.2 times as many with one bit at
-# H = 55, and with `chunk-top-k` 1.4 times at H = 28 and 2.6 times at H = 55, the delay left out. So its minibatches
-# go with H at last, and with √H where little is lost. Of ways that cost alike, up to 5 %, the one that loses least is
-# taken, and the shortest H.
+# 1.05 times those of H = 20. Lossier codecs need more rounds: one of the networks took 2.2 times as many with one bit
+# at H = 55, and with `chunk-top-k` 1.4 times at H = 28 and 2.6 times at H = 55, without the delay. So their
+# minibatches finally grow with H, and with √H where little is lost. Among compressions that cost the same, up to 5 %,
+# the one that loses least is taken, and the shortest H.
 #
-# H is no longer than a data epoch, with which rounds end, and at most 500; where the epoch would end with a short
-# round, it is another one by so much that all rounds of an epoch are alike. The time of encoding is left out. Whether
-# a model learns as well at such a period is for its user to see.
+# H is no longer than a data epoch, with which rounds end, and at most 500; if the epoch would end with a short
+# round, H is adjusted so that all rounds of an epoch are about equal. The time of encoding is ignored. Whether
+# a model learns as well at such a period is for its user to judge.
 
 ENOUGH = 0.25
-"""Seconds of waiting for each second of computing above which there is advice."""
+"""Seconds of waiting per second of computing above which there is advice."""
 PARTS = 4
-"""Minibatches of a round for each that is delayed, at least."""
+"""Least number of minibatches of a round for each delayed one."""
 LONGEST = 500
 """The longest period."""
 DELAYED = 0.6
-"""How many more are needed for each part of a round that is delayed."""
+"""How many more minibatches are needed for each part of a round that is delayed."""
 ALIKE = 1.05
-"""Cost over that of the cheapest way at which a way that loses less is taken."""
+"""Cost relative to the cheapest choice up to which a choice that loses less is taken."""
 SHORTER = 0.9
-"""Times a period, the shortest one in its place."""
+"""Factor over a period up to which the shortest period replaces it."""
 UNEVEN = 1.5
-"""Times that one worker computes longer than another, from which on it is said."""
+"""How much longer one worker computes than another before a message mentions it."""
 CLEAR = 4
-"""Seconds of a sum for each second of computing from which on one sum is enough to know, or none."""
+"""Seconds of a sum per second of computing from which on one sum, or none, is enough to decide."""
 BITS = 8e-6
 """Megabits of a byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """What local SGD exchanges.
+    """How local SGD compresses what it exchanges.
 
     Args:
         codec: name of the codec; None for none.
-        minibatches: m, for each that a way needs which loses nothing.
-        knee, power: h and p, with which more are needed for longer periods.
+        minibatches: m, relative to lossless compression.
+        knee, power: h and p, which determine how many more are needed for longer periods.
         outer_momentum: of the strategy.
         make: makes the codec.
     """
@@ -89,7 +89,7 @@ class Compression:
     make: Callable[[], Codec] | None = None
 
     def needed(self, every: int, delay: int) -> float:
-        """How many minibatches it needs to an accuracy, for each of allreduce."""
+        """How many minibatches it needs to reach an accuracy, for each of allreduce."""
         period = (1 + (every / self.knee) ** 4) ** (self.power / 4)
         return float(self.minibatches * period * (1 + DELAYED * delay / every))
 
@@ -107,15 +107,15 @@ PERIODS = sorted({round(2 * 1.12**power) for power in range(49)} | {LONGEST})
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Local SGD as it suits some links.
+    """Local SGD that suits some links.
 
     Args:
         every: H, minibatches of a round.
-        delay: those of them that are computed during the exchange.
+        delay: how many of them are computed during the exchange.
         codec: name of the codec; None for none.
         outer_momentum: of the strategy.
         exchange_s: seconds of an exchange.
-        wait_s: seconds that a worker waits, for each minibatch.
+        wait_s: seconds that a worker waits, per minibatch.
         cost_s: seconds of a minibatch, times how many are needed for one of allreduce.
     """
 
@@ -129,21 +129,21 @@ class Advice:
 
     @property
     def options(self) -> str:
-        """On the command line."""
-        given = {"every": self.every, "delay": self.delay, "outer_momentum": self.outer_momentum}
-        sets = "".join(f" --set strategy.{name}={value}" for name, value in given.items() if value)
+        """The advice as command-line options."""
+        options = {"every": self.every, "delay": self.delay, "outer_momentum": self.outer_momentum}
+        sets = "".join(f" --set strategy.{name}={value}" for name, value in options.items() if value)
         codec = "" if self.codec is None else f" --codec {self.codec}"
         return f"--strategy local-sgd{sets}{codec}"
 
     @property
     def waits(self) -> str:
-        """What a worker waits for each minibatch, in words."""
+        """How long a worker waits per minibatch, in words."""
         return in_words(self.wait_s) if self.wait_s else "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What was measured.
+    """The measurements.
 
     Args:
         workers: W.
@@ -151,8 +151,8 @@ class Links:
         alpha_s, beta_s_byte: α and β.
         compute_s, wait_s: of a minibatch, on the worker that computes longest.
         itemsize: bytes of an element; codecs need 4.
-        epoch: minibatches of a worker in a data epoch; None: not known.
-        spread: that worker's seconds of computing over those of the one that computes shortest.
+        epoch: minibatches of a worker in a data epoch; None if unknown.
+        spread: that worker's seconds of computing, relative to the fastest worker's.
     """
 
     workers: int
@@ -170,13 +170,13 @@ class Links:
         """Seconds of an exchange without a codec."""
         return summed_s(self.workers, self.alpha_s, self.beta_s_byte, self.itemsize * self.elems)
 
-    def exchange_s(self, way: Compression) -> float:
-        """Seconds of an exchange; infinite where the codec is refused."""
-        if way.make is None:
+    def exchange_s(self, compression: Compression) -> float:
+        """Seconds of an exchange; infinite if the codec is refused."""
+        if compression.make is None:
             return self.sum_s
         if self.itemsize != 4:
             return math.inf
-        codec = way.make()
+        codec = compression.make()
         encoded = codec.encoded_bytes(self.elems)
         if self.workers == 2 or not getattr(codec, "dense", False):
             messages = math.ceil(math.log2(self.workers))
@@ -184,34 +184,36 @@ class Links:
         return summed_s(self.workers, self.alpha_s, self.beta_s_byte, encoded)
 
     def advice(self) -> Advice:
-        """See the module."""
-        found = [one for way in COMPRESSIONS for one in self._periods(way)]
-        enough_s = ALIKE * min(one.cost_s for one in found)
-        return next(one for one in found if one.cost_s <= enough_s)
+        """The best local SGD; see the top of the module."""
+        choices = [advice for compression in COMPRESSIONS for advice in self._periods(compression)]
+        enough_s = ALIKE * min(advice.cost_s for advice in choices)
+        return next(advice for advice in choices if advice.cost_s <= enough_s)
 
-    def _periods(self, way: Compression) -> Iterator[Advice]:
-        """A way with periods and delays, the shortest ones first."""
-        exchange_s, c = self.exchange_s(way), self.compute_s
+    def _periods(self, compression: Compression) -> Iterator[Advice]:
+        """The advice for a compression with all periods and delays, the shortest first."""
+        exchange_s, c = self.exchange_s(compression), self.compute_s
         if math.isinf(exchange_s):
             return
         hides = math.ceil(exchange_s / c)
-        periods = {one for one in PERIODS if self.epoch is None or one <= max(2, self.epoch)}
+        periods = {period for period in PERIODS if self.epoch is None or period <= max(2, self.epoch)}
         if self.epoch:
-            periods = {_alike(one, self.epoch) for one in periods}
+            periods = {_alike(period, self.epoch) for period in periods}
         for every in sorted(periods):
             for delay in sorted({0, min(hides, every // PARTS)}):
                 wait_s = max(0.0, exchange_s - delay * c) / every
-                cost_s = (c + wait_s) * way.needed(every, delay)
-                yield Advice(every, delay, way.codec, way.outer_momentum, exchange_s, wait_s, cost_s)
+                cost_s = (c + wait_s) * compression.needed(every, delay)
+                yield Advice(
+                    every, delay, compression.codec, compression.outer_momentum, exchange_s, wait_s, cost_s
+                )
 
     @property
     def is_quick(self) -> bool:
-        """Whether nothing is to be changed: workers wait little, or other ways cost as much."""
+        """Whether nothing should change: workers wait little, or other choices cost as much."""
         return self.wait_s <= ENOUGH * self.compute_s or self.compute_s + self.wait_s <= self.advice().cost_s
 
     @property
     def measured(self) -> str:
-        """What a minibatch takes, in words."""
+        """The times of a minibatch, in words."""
         return f"{self.computing} and {in_words(self.wait_s)} of waiting for each minibatch"
 
     @property
@@ -236,14 +238,14 @@ class Links:
 
 
 def _alike(every: int, epoch: int) -> int:
-    """A period with which an epoch has rounds of one length: a tenth shorter than `every`, or longer."""
+    """A period that gives an epoch rounds of about equal length: at most a tenth shorter than `every`, or longer."""
     rounds = max(1, epoch // every)
     shorter, longer = math.ceil(epoch / (rounds + 1)), math.ceil(epoch / rounds)
     return min(LONGEST, shorter if shorter >= SHORTER * every else longer)
 
 
 def summed_s(workers: int, alpha_s: float, beta_s_byte: float, size_bytes: int) -> float:
-    """Seconds in which workers sum a vector of so many bytes without a codec."""
+    """Seconds for workers to sum a vector of this many bytes without a codec."""
     return 2 * alpha_s + 2 * (workers - 1) / workers * size_bytes * beta_s_byte
 
 
@@ -261,9 +263,9 @@ def _short(number: float) -> str:
 HIDDEN = 0.5
 """The part of a minibatch's computing behind which backprop hides a sum."""
 SHORTEST_S = 1e-6
-"""Computing takes at least so long, whatever a clock says."""
+"""Least seconds of computing, whatever a clock says."""
 KEPT_STEPS = 10
-"""Steps of each worker of which the median counts: the last ones, since the first are slow."""
+"""Number of each worker's last steps of which the median counts, since the first are slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +292,7 @@ class Chosen:
 
     @classmethod
     def of_json(cls, text: str) -> Chosen:
-        """What `as_json` was called of; "" is the choice before anything was measured: allreduce."""
+        """The choice from `as_json`; "" is the choice before anything was measured: allreduce."""
         return cls(*json.loads(text)) if text else cls()
 
 
@@ -298,14 +300,14 @@ class LinkChoice:
     """Follows the events of a phase.
 
     Args:
-        workers: W of the phase that it chooses for.
+        workers: W of the phase for which it chooses.
         every: minibatches between two exchanges in the phase that it follows.
-        epoch: minibatches of a worker in a data epoch of the phase that it chooses for; None: not known.
-        only_measures: the phase that it follows is there for nothing else, and may end early.
-        balanced: workers get shares that fit their speed, so that nobody is told to ask for that.
+        epoch: minibatches of a worker in a data epoch of the phase for which it chooses; None if unknown.
+        only_measures: whether the phase that it follows serves nothing else, and may end early.
+        balanced: whether workers get shares that fit their speed, so that no message needs to suggest that.
 
     Attributes:
-        only_measures: see above.
+            only_measures: see above.
     """
 
     KEPT = ("_alpha_s", "_beta_s_byte", "_seconds", "_rehearsed")
@@ -327,10 +329,10 @@ class LinkChoice:
         self._balanced = balanced
         self._alpha_s = 0.0
         self._beta_s_byte = 0.0
-        self._rehearsed = False  # no step was waited for
+        self._rehearsed = False  # whether no step was waited for
         self._seconds: dict[
             str, list[list[float]]
-        ] = {}  # of computing and of waiting, of each worker's last steps
+        ] = {}  # by worker, seconds of computing and of waiting of its last steps
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Takes an event of any node."""
@@ -345,7 +347,7 @@ class LinkChoice:
             del last[:-KEPT_STEPS]
 
     def chosen(self, elems: int, itemsize: int) -> Chosen:
-        """The choice for a model of so many elements, from what was measured up to now."""
+        """The choice for a model of this many elements, from the measurements so far."""
         if self._workers < 2:
             return Chosen(why="one worker exchanges with nobody")
         if not self._seconds or not self._beta_s_byte:
@@ -367,8 +369,8 @@ class LinkChoice:
     def ends(self, elems: int, itemsize: int) -> str:
         """Why the phase ends now: each of its steps would wait for slow links; "" if it goes on.
 
-        The first step of each worker may be slow for other reasons: then the sum is longer still beside the others. A
-        second one is under way by now, and the choice goes by that.
+        The first step of each worker may be slow for other reasons, but then the sum is even longer in comparison. A
+        second step is under way by now, and the choice uses it.
         """
         steps = list(self._seconds.values())
         if self.only_measures and self._rehearsed and steps:
@@ -387,8 +389,8 @@ class LinkChoice:
         return self._every > 1 or self._rehearsed
 
     def _links(self, elems: int, itemsize: int) -> Links:
-        # Of two steps the shorter one counts: the first may have been slow for other reasons. Of two rounds it is the
-        # longer one: an epoch may end with one of fewer minibatches.
+        # Of two steps the shorter one counts: the first may have been slow for other reasons. Of two rounds the
+        # longer one counts: an epoch may end with a round of fewer minibatches.
         middle = statistics.median_low if self._every == 1 else statistics.median_high
         medians = [
             (middle([step[0] for step in last]), statistics.median(step[1] for step in last))

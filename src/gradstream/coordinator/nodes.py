@@ -1,4 +1,4 @@
-"""`Nodes`: which nodes are in, under which membership epoch, and which workers have finished."""
+"""`Nodes`: the members, under which membership epoch, and which workers have finished."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ class Nodes(Lead):
         num_workers: number of expected workers; their ranks start at 0.
         num_servers: number of expected shards.
         parts: number of processes of each worker's replica.
-        before: the nodes of the job's phase before this one; None in the first.
-        alike: every replica holds all vectors, so that any of them can write a checkpoint.
+        before: the nodes of the job's previous phase; None in the first.
+        alike: whether every replica holds all vectors, so that any of them can write a checkpoint.
 
     Attributes:
-        placement: the shards that hold the parameters.
-        newcomers: the shards that are about to take their place; None while none are.
-        handing_over: whether they get the parameters now: nothing is updated meanwhile.
-        absent: names of the nodes that were missing when a phase of the job ended.
-        gone: the same of the phase before, and the nodes that may come later: the beginning does not wait for these.
-        revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
-        epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each loss,
-            each worker that joins later, and each group that has failed without a loss.
-        first_epoch: 1, or one more than the last of the phase before, so that nobody takes a late message of that.
-        leaving: names of workers that were asked to go, and have said that they do.
-        expelled: why members count as lost although they live, by name. They may not come back.
-        backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
-        entering: names of workers that have joined late, and wait for the round in which they begin.
+            placement: the shards that hold the parameters.
+            newcomers: the shards that are about to replace them; None if there are none.
+            handing_over: whether the newcomers get the parameters now: nothing is updated meanwhile.
+            absent: names of the nodes that were missing when a phase of the job ended.
+            gone: the same for the previous phase, and nodes that may come later: the beginning does not wait for these.
+            revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
+            epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each
+                loss,
+                each worker that joins later, and each group that has failed without a loss.
+            first_epoch: 1, or one more than the last of the previous phase, so that nobody takes late messages from it.
+            leaving: names of workers that were asked to leave, and have said that they do.
+            expelled: why members count as lost although they are alive, by name. They may not come back.
+            backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
+            entering: names of workers that joined late, and wait for the round in which they begin.
     """
 
     KEPT = (
@@ -69,7 +70,7 @@ class Nodes(Lead):
     REPORTS: ClassVar = {"broken": WORKERS, "backed_up": SHARDS}
 
     CACHES = ("_in_order", "_workers", "_incarnations")
-    """What follows from other attributes, and is made anew where it is missing."""
+    """Attributes derived from others, recomputed if missing."""
 
     def __init__(
         self,
@@ -109,14 +110,14 @@ class Nodes(Lead):
 
     @property
     def missing(self) -> list[str]:
-        """Names of the expected nodes that are not in."""
+        """Names of the expected nodes that are not members."""
         newcomers = [] if self.newcomers is None else self.newcomers.names
         expected = (*self.placement.names, *newcomers, *self._replicas)
         return [name for name in expected if name not in self._nodes]
 
     @property
     def missing_shards(self) -> list[str]:
-        """Names of the shards that should hold parameters, and are not in."""
+        """Names of the shards that should hold parameters, and are not members."""
         return [name for name in self.placement.names if name not in self._nodes]
 
     def awaits(self, name: str) -> bool:
@@ -129,14 +130,14 @@ class Nodes(Lead):
         self._all_backed_up()
 
     def switch(self) -> None:
-        """Lets the newcomers, which are all in, hold the parameters; the shards before them are to leave."""
+        """Makes the newcomers, which have all joined, hold the parameters; the old shards are to leave."""
         assert self.newcomers is not None
         self.leaving.update(self.placement.names)
         self.placement, self.newcomers, self.handing_over = self.newcomers, None, False
         self._all_backed_up()
 
     def dismiss(self) -> None:
-        """Ends a change of shards that has failed: the shards keep the parameters, and the newcomers are to leave."""
+        """Ends a failed change of shards: the old shards keep the parameters, and the newcomers are to leave."""
         assert self.newcomers is not None
         self.leaving.update(self.newcomers.names)
         self.newcomers, self.handing_over = None, False
@@ -171,12 +172,12 @@ class Nodes(Lead):
 
     @property
     def workers(self) -> list[v1.Node]:
-        """The workers that are in, by rank: the same list until a member comes or goes."""
+        """The worker members, by rank: the same list object until a member comes or goes."""
         return self._workers_of(self.as_notice()).nodes
 
     @property
     def worker_names(self) -> list[str]:
-        """Names of the workers that are in, by rank: the same list until a member comes or goes."""
+        """Names of the worker members, by rank: the same list object until a member comes or goes."""
         return self._workers_of(self.as_notice()).names
 
     def _workers_of(self, members: list[v1.Node]) -> _Workers:
@@ -187,9 +188,9 @@ class Nodes(Lead):
 
     @property
     def holders(self) -> list[str]:
-        """Names of the nodes that write the vectors, part by part: the shards, or where there are none, the replicas.
+        """Names of the nodes that write the vectors, part by part: the shards or, if there are none, the replicas.
 
-        Of replicas that are alike, those that need no network for it, if there are any: over a link of 10 Mbit/s, 86 MB
+        If replicas are alike, those that need no network for it, if there are any: over a link of 10 Mbit/s, 86 MB
         take a minute.
         """
         ranks = [node.rank for node in self.workers]
@@ -205,7 +206,7 @@ class Nodes(Lead):
         return any(node is None or node.elsewhere for node in replica)
 
     def rest_of_replica(self, node: v1.Node) -> list[str]:
-        """Names of the other processes of a lost one's replica that are in."""
+        """Names of the other processes of a lost one's replica that are members."""
         if node.role == "shard" or self.parts == 1:
             return []
         return [
@@ -218,11 +219,11 @@ class Nodes(Lead):
 
     @property
     def unfinished(self) -> list[str]:
-        """Names of the workers that are in and have not finished."""
+        """Names of the worker members that have not finished."""
         return [name for name in self.worker_names if name not in self._finished]
 
     def get(self, name: str) -> v1.Node | None:
-        """Returns the node of this name; None if it is not in."""
+        """Returns the member of this name; None if there is none."""
         return self._nodes.get(name)
 
     def as_notice(self) -> list[v1.Node]:
@@ -239,18 +240,18 @@ class Nodes(Lead):
         notice.revoked.extend(self.revoked)
 
     def on_report(self, node: v1.Node, kind: str, report: int, at_s: float) -> list[Instruction]:
-        """Takes that a worker's group has failed although all are there, or that a shard has a backup."""
+        """Handles a report that a worker's group failed although all are there, or that a shard has a backup."""
         if kind == "backed_up":
             before, self.backed_up[node.name] = self.backed_up.get(node.name), report
             known = report == before or not self.is_backed_up(node.name)
             return [] if known else [Emit(BackedUpEvent(who=node.name))]
         if not self.epoch or report != self.epoch:  # nobody has a group before training begins
             return []
-        self.epoch += 1  # under which the same workers form another group
+        self.epoch += 1  # the same workers form another group under it
         return [Notify()]
 
     def add(self, node: v1.Node) -> None:
-        """Adds a member, which is in since the present epoch."""
+        """Adds a member, as of the current epoch."""
         self.leaving.discard(node.name)
         self._nodes[node.name] = member = v1.Node()
         member.CopyFrom(node)
@@ -260,21 +261,21 @@ class Nodes(Lead):
 
     @property
     def active_workers(self) -> list[str]:
-        """Names of the workers that are in and do not wait to begin, by rank."""
+        """Names of the worker members that do not wait to begin, by rank."""
         return [name for name in self.worker_names if name not in self.entering]
 
     def enter(self, name: str, number: int) -> None:
-        """Lets a worker that waits begin with a round, with all parts of its replica."""
+        """Lets a waiting worker begin with a round, with all parts of its replica."""
         self.entering.discard(name)
-        for one in replica_of(self._nodes[name].rank, self.parts):
-            self._nodes[one].first_round = number
+        for member in replica_of(self._nodes[name].rank, self.parts):
+            self._nodes[member].first_round = number
 
     def finish(self, name: str, *, relies: bool) -> None:
         """Notes that a worker has finished.
 
         Args:
             name: name of the worker.
-            relies: it relies on the worker of the lowest rank to write the final parameters. If it has become
+            relies: whether it relies on the worker of the lowest rank to write the final parameters. If it has become
                 that worker without knowing it yet, it counts as unfinished until it has written them and
                 reports again.
         """
@@ -282,10 +283,11 @@ class Nodes(Lead):
             self._finished.add(name)
 
     def remove(self, name: str) -> v1.Node | None:
-        """Removes a member and returns it; returns None if it was not in.
+        """Removes a member and returns it; returns None if there is none of that name.
 
-        A lost worker of the lowest rank was the one to write the final parameters. The duty then passes to the next
-        one, which counts as unfinished until it reports that it has written them.
+        If the lost worker had the lowest rank, it was the one to write the final parameters. That duty passes to the
+        next
+        worker, which counts as unfinished until it reports that it has written them.
         """
         node = self._nodes.pop(name, None)
         self._in_order = None

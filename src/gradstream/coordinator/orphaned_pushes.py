@@ -1,22 +1,22 @@
-"""Orphaned pushes: what lost workers have pushed without a receipt, until it is known what the model has of it.
+"""Orphaned pushes: pushes of lost workers without a receipt, until it is known how much of them the model has.
 
     lost ──▶ fence ──every shard's report──▶ applied by all chunks: a receipt
                                          ──▶ by none: handed out again
                                          ──▶ by some: to redo ──redone──▶ a receipt
 
-A push is applied chunk by chunk, so a worker that dies may leave one that is torn: some chunks have it, and others
+A push is applied chunk by chunk, so a worker that dies may leave a torn push: some chunks have it, and others
 do not. A living worker, the substitute, then computes its minibatches again, and pushes their sum in the lost worker's
 name, under the same sequence number. Chunks that have it already skip it, so each chunk takes it once. If the
-substitute dies, another one does all of it again.
+substitute dies, another one redoes all of it.
 
-The replica of a worker may be several processes, which push their parts of the same gradients to shards of their own
-(`wire.parts`). They are the senders of the same pushes: whole is a push that all chunks of all parts have. Each process
-of the substitute's replica then redoes the push of one sender.
+The replica of a worker may be several processes, which push their parts of the same gradients to their own shards
+(`wire.parts`). They are the senders of the same pushes: a push is whole if all chunks of all parts have it. Each
+process of the substitute's replica then redoes the push of one sender.
 
-In runs that do not redo pushes, others compute all that a lost worker had without a receipt. Where workers bring data
-of their own, the shards say how many of its gradients the model has.
+In runs that do not redo pushes, others compute everything that a lost worker had without a receipt. If workers bring
+their own data, the shards report how many of its gradients the model has.
 
-A shard that does not report is lost itself after its lease, which ends the run. Pure: no I/O.
+A shard that does not report is itself lost after its lease, which ends the run. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gradstream.wire.chunks import member_name, part_of
 
 @dataclass(slots=True)
 class LostPush:
-    """What shards have reported of a push of a lost worker.
+    """The reports of shards on a push of a lost worker.
 
     Args:
         sequences: the push's sequence number, by sender: each process of the replica numbers its own pushes.
@@ -59,7 +59,7 @@ class Redo:
         substitute: rank of the living worker.
         batches: minibatches of the push.
         sequences: see `LostPush`.
-        left: senders whose push is not redone yet.
+        left: senders whose push has not been redone yet.
     """
 
     substitute: int
@@ -75,10 +75,10 @@ class Orphans:
     Args:
         rank: rank of the worker.
         senders: by name, the incarnation of each process of its replica.
-        held: its minibatches of which nothing is known yet, or that belong to a push to redo.
+        held: its minibatches whose fate is unknown, or that belong to a push to redo.
         awaited: names of the shards that have not reported.
         chunks: number of chunks of those that have.
-        pushes: what is known of its pushes, by their minibatches.
+        pushes: the reports on its pushes, by their minibatches.
         redos: pushes that are to be redone.
     """
 
@@ -92,12 +92,12 @@ class Orphans:
 
 
 class OrphanedPushes(Lead):
-    """Settles the pushes of each lost worker: has their minibatches receipted, handed out again, or redone.
+    """Settles the pushes of each lost worker: their minibatches are receipted, handed out again, or redone.
 
     Args:
         progress: which minibatches are in the model.
         nodes: the members.
-        redoes: others redo torn pushes; the run has planned its minibatches.
+        redoes: whether others redo torn pushes; the run has planned its minibatches.
     """
 
     KEPT = ("_open",)
@@ -114,7 +114,7 @@ class OrphanedPushes(Lead):
 
     @property
     def settled(self) -> bool:
-        """Whether the model has every push whole, or nothing of it, as far as lost workers are concerned."""
+        """Whether the model has each push of lost workers completely, or not at all."""
         return not self._open
 
     @property
@@ -126,10 +126,10 @@ class OrphanedPushes(Lead):
     def awaited(self) -> list[str]:
         """Names of the nodes that have to report, or to redo a push."""
         shards = {name for orphans in self._open for name in orphans.awaited}
-        return sorted(shards | {_substitute_of(one, sender) for one in self.redos for sender in one.left})
+        return sorted(shards | {_substitute_of(redo, sender) for redo in self.redos for sender in redo.left})
 
     def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
-        """Fences a lost worker, and gives the pushes that it had to redo to others. It is no member any more."""
+        """Fences a lost worker, and gives the pushes that it had to redo to others. It is no longer a member."""
         if not lost.worker:
             return []
         rank = lost.node.rank
@@ -164,11 +164,11 @@ class OrphanedPushes(Lead):
     def on_report(
         self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone, at_s: float
     ) -> list[Instruction]:
-        """Takes what a shard has of a lost worker's pushes, or that one is redone."""
+        """Takes a shard's report on a lost worker's pushes, or that a push was redone."""
         if not self._redoes:
             if isinstance(self._ledger, OpenLedger) and isinstance(report, v1.SenderPushes):
                 rank = worker_rank(report.sender)
-                assert rank is not None  # it was checked
+                assert rank is not None  # by `check`
                 self._ledger.pushed(rank, node.name, report.gradients, self._nodes.num_servers)
             return []
         take: Callable[[str, Any], list[Instruction]] = self.redone if kind == "redone" else self.report
@@ -178,7 +178,7 @@ class OrphanedPushes(Lead):
         return out
 
     def report(self, shard: str, report: v1.SenderPushes) -> list[Instruction]:
-        """Takes in what the chunks of a shard have applied. A repeated report changes nothing."""
+        """Takes a report on what the chunks of a shard have applied. A repeated report changes nothing."""
         orphans = self._of(report.sender, report.incarnation)
         if orphans is None or shard not in orphans.awaited:
             return []
@@ -215,7 +215,7 @@ class OrphanedPushes(Lead):
         return [Emit(event), Notify()]
 
     def redone(self, substitute: str, done: v1.Redone) -> list[Instruction]:
-        """Takes in that every chunk of a part has a torn push now. From no substitute it changes nothing."""
+        """Notes that every chunk of a part has a torn push now. Changes nothing if the sender is no substitute."""
         orphans = self._of(done.sender, done.incarnation)
         if orphans is None:
             return []
@@ -225,7 +225,7 @@ class OrphanedPushes(Lead):
                 and _substitute_of(redo, done.sender) == substitute
             ):
                 redo.left.discard(done.sender)
-        done_redos = [one for one in orphans.redos if not one.left]
+        done_redos = [redo for redo in orphans.redos if not redo.left]
         for redo in done_redos:
             orphans.redos.remove(redo)
             self._receipt(orphans, [ref for ref in redo.batches if ref in orphans.held])
@@ -233,18 +233,18 @@ class OrphanedPushes(Lead):
         return [Notify()] if done_redos else []
 
     def notice(self, notice: v1.Notice) -> None:
-        """Adds the lost workers whose pushes are not settled: sender by sender."""
+        """Adds the lost workers whose pushes are not settled, sender by sender."""
         notice.fenced.extend(
             v1.Fenced(
                 sender=who,
                 incarnation=incarnation,
                 redos=[
                     v1.Redo(
-                        sequence=one.sequences[who],
-                        substitute=_substitute_of(one, who),
-                        batches=map(receipt_of, one.batches),
+                        sequence=redo.sequences[who],
+                        substitute=_substitute_of(redo, who),
+                        batches=map(receipt_of, redo.batches),
                     )
-                    for one in orphans.redos
+                    for redo in orphans.redos
                 ],
             )
             for orphans in self._open
@@ -252,7 +252,7 @@ class OrphanedPushes(Lead):
         )
 
     def _of(self, sender: str, incarnation: int) -> Orphans | None:
-        return next((one for one in self._open if one.senders.get(sender) == incarnation), None)
+        return next((orphans for orphans in self._open if orphans.senders.get(sender) == incarnation), None)
 
     def _receipt(self, orphans: Orphans, refs: Iterable[BatchRef]) -> None:
         for ref in refs:
@@ -264,8 +264,8 @@ class OrphanedPushes(Lead):
             self._open.remove(orphans)
 
     def _substitute(self) -> int:
-        """Rank of the worker with the fewest pushes to redo, the lowest of several."""
-        substitutes = [one.substitute for one in self.redos]
+        """Rank of the worker with the fewest pushes to redo; the lowest of several."""
+        substitutes = [redo.substitute for redo in self.redos]
         return min((node.rank for node in self._nodes.workers), key=substitutes.count)
 
 
@@ -275,7 +275,7 @@ def _substitute_of(redo: Redo, sender: str) -> str:
 
 
 def _unused(orphans: Orphans) -> dict[str, int]:
-    """By sender, a number that no push of the replica has had: for a sender that had not begun a push which is torn."""
+    """By sender, an unused push number: for senders that had not begun a push which is torn."""
     used = [number for push in orphans.pushes.values() for number in push.sequences.values()]
     used += [number for redo in orphans.redos for number in redo.sequences.values()]
     return dict.fromkeys(orphans.senders, max(used) + 1)

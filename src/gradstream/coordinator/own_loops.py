@@ -1,7 +1,7 @@
-"""`OwnLoops`: what workers with a training loop of the user's own tell and ask. Pure.
+"""`OwnLoops`: reports and requests of workers that run the user's own training loop. Pure.
 
-Their minibatches are not planned: a worker tells which epochs its loaders begin, asks for minibatches that lost workers
-have left, and says when it has none left.
+Their minibatches are not planned: a worker reports which epochs its loaders begin, asks for minibatches that lost
+workers have left, and reports when it has none left.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from gradstream.data.reassignment import Epoch
 from gradstream.wire import v1
 
 MOST_EPOCHS_BACK = 1 << 10
-"""For so many epochs a worker still knows all minibatches."""
+"""Number of past epochs of which a worker still knows all minibatches."""
 
 
 class OwnLoops(Lead):
-    """Hears and answers workers with loops of the user's own.
+    """Handles reports and requests of workers with the user's own loops.
 
     Args:
         ledger: the minibatches of the run.
@@ -66,7 +66,7 @@ class OwnLoops(Lead):
         return []
 
     def _check_take_over(self, who: str, request: v1.TakeOver) -> None:
-        """Checks how an epoch is divided among the workers, and how far this one has come."""
+        """Checks how an epoch is divided among the workers, and how far this worker has come."""
         parts = list(request.parts)
         if (parts or request.per_step) and (len(parts) != self._num_workers or max(parts) > MAX_COUNT):
             raise impossible(

@@ -47,7 +47,7 @@ class EventGate:
 
     Args:
         member: name of the member.
-        at_s: present time in seconds.
+        at_s: current time in seconds.
     """
 
     def __init__(self, member: str, at_s: float) -> None:
@@ -60,7 +60,7 @@ class EventGate:
 
         Args:
             data: JSON lines from the member.
-            at_s: present time in seconds.
+            at_s: current time in seconds.
         """
         earned_bytes = (at_s - self._at_s) * LIMITS.events_bytes_s
         self._left_bytes = min(LIMITS.events_burst_bytes, self._left_bytes + earned_bytes)
@@ -102,44 +102,44 @@ def in_beats(lines: Iterable[bytes]) -> Iterator[bytes]:
 # ---- presence service --------------------------------------------------------------------
 
 WHY_BYTES = 100
-"""The most bytes of the reason in a `refused_events` event, which has at most 256 bytes in all."""
+"""Most bytes of the reason in a `refused_events` event, which has at most 256 bytes in all."""
 
 ENTER_S = 0.05
-"""Seconds between two looks whether a worker that came after training had begun can enter."""
+"""Seconds between two checks whether a worker that came after training had begun can enter."""
 
 RETURN_S = 1.0
-"""Seconds in which a member that lives finds a new process of the coordinator. Another process that asks to take its
-place waits for so long: else it could push a living member out."""
+"""Seconds in which a live member finds a new process of the coordinator. Another process that asks for its
+place has to wait that long: otherwise it could push out a live member."""
 
 REASON_BYTES = 512
-"""The most bytes of the reason why a stream has ended."""
+"""Most bytes of the reason why a stream ended."""
 
 
 @dataclass(slots=True, eq=False)
 class _Presence:
     """The presence of one node."""
 
-    stream: Stream | None  # of "join", or of the latest "resume"; None: awaited
+    stream: Stream | None  # of "join", or of the latest "resume"; None while it is awaited
     gate: EventGate
     refusals: Throttle[str]  # reports refused events
     incarnation: int
-    wakeup: Wakeup = field(default_factory=Wakeup)  # rings when there is a new notice
+    wakeup: Wakeup = field(default_factory=Wakeup)  # set when there is a new notice
     attempt: int = 0  # number of the latest "resume"
-    settled: Stream | None = None  # the one on which the member goes on: it has sent a beat there
+    settled: Stream | None = None  # the stream that the member uses: it has sent a beat there
 
     def hear(self) -> None:
-        """Notes a sign of life."""
+        """Notes a heartbeat."""
         if self.stream is not None:
             self.stream.heard()
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
-    """A notice that members are sent. It names all nodes, so it is made once for all of them."""
+class _SentNotice:
+    """A notice to members. It names all nodes, so it is made once for all of them."""
 
     notice: v1.Notice
     data: bytes
-    seen_ns: int  # when nothing had changed yet
+    seen_ns: int  # when it was last known to be up to date
 
 
 class PresenceService:
@@ -177,7 +177,7 @@ class PresenceService:
         self.heard: dict[str, int] = {}
         self.certificates: dict[str, bytes] = {}
         self._presences: dict[str, _Presence] = {}
-        self._told: _Told | None = None
+        self._sent: _SentNotice | None = None
         self._outdated = True
         self._reasons: dict[str, str] = {}  # why nodes were lost, or may soon be
         context.endpoint.serve("join", self._serve_join, model=False)
@@ -227,7 +227,7 @@ class PresenceService:
         await self._attend(presence, stream, who)
 
     async def _left(self, stream: Stream, who: str) -> None:
-        """Waits until the coordinator notices that an earlier process is gone; not if that one still speaks."""
+        """Waits until the coordinator notices that an earlier process is gone; not if that process still answers."""
         runtime, since_ns = self._context.runtime, self._context.runtime.now()
         while self._membership.phases.training and (there := self._presences.get(who)) is not None:
             if there.stream is not None and there.stream.heard_ns > since_ns:
@@ -301,7 +301,7 @@ class PresenceService:
             return
         self._reasons[who] = brief
         if reason and presence.attempt and presence.settled is not stream:
-            presence.stream = None  # the member may have given up this attempt alone
+            presence.stream = None  # the member may have given up only this attempt
             self._await(presence, who, reason, self.certificates.get(who, b""))
             return
         # Not in a `finally`: a coordinator that is itself being stopped has lost no member.
@@ -318,7 +318,7 @@ class PresenceService:
                 return
             presence.hear()
             presence.settled = stream
-            presence.stream = presence.stream or stream  # it goes on over an older one
+            presence.stream = presence.stream or stream  # the member uses an older stream
             beat = v1.Beat.FromString(received.frame.body.data)
             heard = self.heard.get(who, 0)
             if beat.number <= heard:
@@ -342,27 +342,27 @@ class PresenceService:
                 raise PeerLostError(who, why)
 
     async def _tell(self, presence: _Presence, stream: Stream) -> None:
-        """Sends the notice at each change, and repeatedly as a sign of life, until the last one is sent.
+        """Sends the notice at each change, and repeatedly as a heartbeat, until the last one is sent.
 
-        A sign of life does not repeat the notice: of 2,000 nodes it has 100 kB, and each of them gets one.
+        A heartbeat does not repeat the notice: for 2,000 nodes it has 100 kB, and each of them gets one.
 
-        A member that the coordinator does not hear gets no sign of life. So a member whose messages are lost
-        notices it, and says over a new connection that it is alive.
+        A member that the coordinator does not hear gets no heartbeat. So a member whose messages are lost
+        notices it, and reports over a new connection that it is alive.
 
         The coordinator does not end the stream before the member has ended its side: so the member knows that
-        its last beat was heard.
+        its last beat was received.
         """
         runtime, deadlines = self._context.runtime, self._context.deadlines
-        before: _Told | None = None
+        before: _SentNotice | None = None
         self._outdated = True
         while True:
-            told, heard = self._newest(), v1.Notice(heard=self.heard.get(stream.peer, 0))
-            notice, heard.unchanged = told.notice, told is before
-            before = told
+            newest, heard = self._newest(), v1.Notice(heard=self.heard.get(stream.peer, 0))
+            notice, heard.unchanged = newest.notice, newest is before
+            before = newest
             if notice.phase != v1.Notice.GATHERING or self._membership.phases.led.continues:
                 heard.ruling = self._context.keeper.ruling
-            # Two serialized messages, one behind the other, are one message with the fields of both.
-            data = (b"" if heard.unchanged else told.data) + heard.SerializeToString()
+            # Two serialized messages, one after the other, are one message with the fields of both.
+            data = (b"" if heard.unchanged else newest.data) + heard.SerializeToString()
             await self._context.keeper.durable()
             await stream.send(v1.Frame(body=v1.Body(data=data)))
             if notice.phase >= v1.Notice.FINISHED:
@@ -371,21 +371,21 @@ class PresenceService:
                 if runtime.left_s(stream.heard_ns, 3 * deadlines.beat_s) > 0:
                     break
 
-    def _newest(self) -> _Told:
-        """The notice as it is, or was `Deadlines.notice_s` ago if nobody has been notified since.
+    def _newest(self) -> _SentNotice:
+        """The notice as it is now, or was `Deadlines.notice_s` ago if nobody has been notified since.
 
-        Making it takes milliseconds where there are thousands of nodes, for each of which it may be asked for.
+        Making it takes milliseconds if there are thousands of nodes, each of which may ask for it.
         """
-        told, runtime = self._told, self._context.runtime
-        fresh_s = 0.0 if told is None else runtime.left_s(told.seen_ns, self._context.deadlines.notice_s)
-        if told is not None and fresh_s > 0 and not self._outdated:
-            return told
+        newest, runtime = self._sent, self._context.runtime
+        fresh_s = 0.0 if newest is None else runtime.left_s(newest.seen_ns, self._context.deadlines.notice_s)
+        if newest is not None and fresh_s > 0 and not self._outdated:
+            return newest
         self._outdated = False
         notice, now_ns = self._membership.notice, runtime.now()
-        if told is None or told.notice != notice:
-            self._told = told = _Told(notice, notice.SerializeToString(), now_ns)
-        told.seen_ns = now_ns
-        return told
+        if newest is None or newest.notice != notice:
+            self._sent = newest = _SentNotice(notice, notice.SerializeToString(), now_ns)
+        newest.seen_ns = now_ns
+        return newest
 
     async def _serve_alive(self, stream: Stream) -> None:
         """Answers a member that has not heard the coordinator for some time, over another connection."""
@@ -397,7 +397,7 @@ class PresenceService:
     async def _serve_resume(self, stream: Stream) -> None:
         """Moves the presence of a member, whose connection is silent, to another connection.
 
-        The old stream is left to end by itself: the member may use it until it hears the answer.
+        The old stream is left to end by itself: the member may use it until it receives the answer.
         """
         presence, attempt = self._present(stream), v1.Resume.FromString(stream.opened.body).attempt
         if presence is None:
@@ -409,7 +409,7 @@ class PresenceService:
         await self._attend(presence, stream, stream.peer)
 
     def _present(self, stream: Stream) -> _Presence | None:
-        """Returns the presence of the caller; refuses a caller that is not in the run."""
+        """Returns the presence of the caller; refuses a caller that is not a member."""
         presence = self._presences.get(stream.peer)
         if presence is not None and presence.incarnation == stream.opened.incarnation:
             return presence

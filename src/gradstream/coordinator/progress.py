@@ -30,7 +30,7 @@ def receipt_of(ref: BatchRef) -> v1.Receipt:
 # ---- progress ----------------------------------------------------------------------------
 
 MAX_COUNT = 1 << 53
-"""The largest count that is accepted of a member."""
+"""The largest count that is accepted from a member."""
 
 
 class SampleProgress(Lead):
@@ -39,14 +39,14 @@ class SampleProgress(Lead):
     Args:
         ledger: records which minibatches are in the model.
         num_samples: number of samples in a data epoch; None for a stream, whose samples are not counted.
-        resume: where a resumed run goes on; None for a new run.
+        resume: where a resumed run continues; None for a new run.
         in_rounds: whether the workers go through rounds.
 
     Attributes:
-        samples_per_epoch: see `num_samples`.
-        earlier_s: seconds of training before the run was resumed.
-        last_refused: why the latest refused gradient was refused; "" if there is none.
-        num_news: counts how often something got its receipt.
+            samples_per_epoch: see `num_samples`.
+            earlier_s: seconds of training before the run was resumed.
+            last_refused: why the latest refused gradient was refused; "" if there is none.
+            num_news: number of receipts so far.
     """
 
     KEPT = ("_num_complete", "last_refused", "_began_s", "_heard_s")
@@ -89,7 +89,7 @@ class SampleProgress(Lead):
         return []
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
-        """Lets a worker in the place of a lost one have minibatches."""
+        """Allows a worker that replaces a lost one to get minibatches."""
         if node.role == "worker":
             assert isinstance(self.ledger, Ledger)  # `LossTolerance.replaces`
             self.ledger.leases.rejoined(node.rank)
@@ -101,13 +101,13 @@ class SampleProgress(Lead):
         return []
 
     def refused(self, ref: BatchRef, samples: int, what: str, *, whole_round: bool) -> None:
-        """Records a minibatch whose gradient is not going to be in the model, and why.
+        """Records a minibatch whose gradient will not be in the model, and why.
 
         Args:
             ref: the minibatch.
             samples: number of its samples.
             what: what is wrong with the gradient.
-            whole_round: those of all workers in the round are left out with it.
+            whole_round: whether the whole round is skipped with it, for all workers.
         """
         if whole_round and isinstance(self.ledger, Ledger):
             self.ledger.refuse_round(ref)
@@ -116,7 +116,7 @@ class SampleProgress(Lead):
         self.last_refused = what
 
     def heard(self, at_s: float) -> None:
-        """Notes the time at which something got its receipt."""
+        """Notes when something got its receipt."""
         self._heard_s = at_s
         self.num_news += 1
 
@@ -126,7 +126,7 @@ class SampleProgress(Lead):
         return self.resume.rounds if self.resume is not None else 0
 
     def last_version(self, workers: int) -> int:
-        """Version of the parameters after the last of the planned rounds of so many workers."""
+        """Version of the parameters after the last planned round of this many workers."""
         assert isinstance(self.ledger, Ledger)
         return self.first_round + self.ledger.num_planned // workers
 
@@ -152,11 +152,11 @@ class SampleProgress(Lead):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """By data epoch, how many samples the updates were made without."""
-        found = dict(self._dropped_before)
+        """By data epoch, how many samples the updates skipped."""
+        dropped = dict(self._dropped_before)
         for epoch, count in self.ledger.dropped.items():
-            found[str(epoch)] = found.get(str(epoch), 0) + count
-        return found
+            dropped[str(epoch)] = dropped.get(str(epoch), 0) + count
+        return dropped
 
     @property
     def num_unaccounted(self) -> tuple[int, int]:
@@ -164,7 +164,7 @@ class SampleProgress(Lead):
         return self._num_complete, self.ledger.missing(self._num_complete)
 
     def brief(self) -> list[LeftOverEvent]:
-        """Returns a warning for each loop of the user's that was too short: see `OpenLedger.brief`."""
+        """Returns a warning for each user's loop that was too short: see `OpenLedger.brief`."""
         if not isinstance(self.ledger, OpenLedger):
             return []
         return [
@@ -185,7 +185,7 @@ class SampleProgress(Lead):
     # ---- records ------------------------------------------------------------------------
 
     def resumed(self) -> ResumedEvent | None:
-        """Returns where a resumed run goes on; None for a new run."""
+        """Returns where a resumed run continues; None for a new run."""
         resume = self.resume
         if resume is None:
             return None
@@ -198,7 +198,7 @@ class SampleProgress(Lead):
         )
 
     def completed(self) -> list[LedgerEvent]:
-        """Returns the data epochs that have become complete since the last call."""
+        """Returns the data epochs completed since the last call."""
         out = []
         while self._num_complete < self.ledger.num_epochs and self.ledger.complete(self._num_complete):
             out.append(self._epoch(self._num_complete))
@@ -264,7 +264,7 @@ def _loss(loss: LostSamples) -> LeftOverEvent:
 
 
 class QuorumDecisions(Lead):
-    """Records of which workers' gradients the first shard has made each update, where receipts do not tell.
+    """Records, if receipts do not tell, from which workers' gradients the first shard has made each update.
 
     Args:
         progress: the minibatches in the model.

@@ -1,4 +1,4 @@
-"""Refused gradients: which are not finite, and what becomes of their workers. A pure state machine.
+"""Refused gradients: gradients that are not finite, and what happens to their workers. A pure state machine.
 
     a gradient is refused          the run goes on without it
     `limit` of a worker in a row   the worker is quarantined: it counts as lost from then on
@@ -22,7 +22,7 @@ from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
 WHAT_BYTES = 512
-"""The most bytes that are kept of what is wrong with a gradient."""
+"""Most bytes to keep of what is wrong with a gradient."""
 
 
 class RefusedGradients(Lead):
@@ -30,10 +30,10 @@ class RefusedGradients(Lead):
 
     Args:
         progress: counts their minibatches as dropped.
-        nodes: the members, of which it expels those that it quarantines.
-        limit: number of refused gradients in a row for which a worker is quarantined, at least 1.
+        nodes: the members, from which it expels quarantined workers.
+        limit: number of consecutive refused gradients after which a worker is quarantined, at least 1.
         abort: ends the run; takes the node, the name of the error, and what happened.
-        whole_rounds: whether those of all workers in the round are skipped with a refused gradient.
+        whole_rounds: whether a refused gradient makes all workers skip the round.
     """
 
     KEPT = ("_in_a_row",)
@@ -71,7 +71,7 @@ class RefusedGradients(Lead):
     def on_report(
         self, node: v1.Node, kind: str, report: v1.Refused | bool, at_s: float
     ) -> list[Instruction]:
-        """Takes a refused gradient, or that a worker's newest one is finite: its row ends."""
+        """Handles a refused gradient, or a report that a worker's newest gradient is finite, which resets its count."""
         who = node.name
         if isinstance(report, bool):
             self._in_a_row.pop(who, None)
@@ -91,14 +91,14 @@ class RefusedGradients(Lead):
         return [Emit(event), *(self._abort(who, NonFiniteError.__name__, diverged) if diverged else ())]
 
     def _count(self, who: str, in_a_row: int, what: str) -> str:
-        """Counts a refused gradient. Returns why the run ends with it; "" if it goes on."""
+        """Counts a refused gradient. Returns why it ends the run; "" if the run goes on."""
         self._in_a_row[who] = in_a_row
         if in_a_row < self._limit:
             return ""
         gradients = "its last gradient was" if in_a_row == 1 else f"its last {in_a_row} gradients were"
         self._nodes.expelled[who] = f"quarantined, since {gradients} not finite ({what})"
         workers = self._nodes.worker_names
-        if not all(self._in_a_row.get(one) for one in workers):
+        if not all(self._in_a_row.get(worker) for worker in workers):
             return ""
         whose = "of every worker" if len(workers) > 1 else "of the worker"
         return (

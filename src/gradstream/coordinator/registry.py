@@ -1,7 +1,7 @@
-"""`leads_of`: the leads of a run, in the order in which they hear of what happens.
+"""`leads_of`: the leads of a run, in the order in which their hooks are called.
 
-The order is the priority: of what a beat says, and of what follows from it. What ends the run comes to an end there:
-the leads behind it hear no more of it. Who adds a feature adds its lead here, and `Lead` says what that can hear.
+The order is the priority: of the contents of a beat, and of their consequences. When something ends the run,
+the leads after it are no longer called. A new feature adds its lead here; `Lead` lists the hooks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gradstream.telemetry.events import StartedEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorPlan:
-    """What the coordinator of a run is to lead.
+    """The coordinator's part of the plan of a run.
 
     Args:
         started: the run as planned; `workers` and `servers` say which nodes are expected. The registered
@@ -43,7 +43,7 @@ class CoordinatorPlan:
         losses: which lost nodes the run survives.
         balance: decides the shares of a round by measured speed; None leaves them as planned.
         assignment: hands out minibatches to workers that ask; None if workers go through rounds, or bring
-            data of their own.
+            their own data.
         drives: whether the strategy decides which workers take part.
         policy: when checkpoints are made; None makes none, not even when the run is stopped.
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
@@ -87,7 +87,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
     phases = Phases(started, nodes, progress, snapshots, losses, plan.led)
     participation = ParticipationSchedule(progress, started.workers) if plan.drives else None
     leads: list[Lead | None] = [
-        # New shards first: where every snapshot is due at once, the shards would never change.
+        # New shards first: if every snapshot were due at once, the shards would never change.
         Resharding(
             nodes,
             snapshots,
@@ -96,9 +96,9 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
             obstacle=losses.keeps_shards,
             fewest=2 if losses.acknowledge == "replicated" else 1,
         ),
-        # Whether the run survives a loss is known before anybody takes the place of what is lost.
+        # Whether the run survives a loss is decided before anybody replaces the lost node.
         phases,
-        # A gradient that is refused counts before its receipt.
+        # A refused gradient counts before its receipt.
         RefusedGradients(
             progress,
             nodes,
@@ -115,7 +115,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         QuorumDecisions(progress, started.workers) if losses.quorum is not None else None,
         nodes,
         admission,
-        # After all that puts minibatches into the model.
+        # After everything that puts minibatches into the model.
         snapshots,
         AssignmentReplies(plan.assignment, ledger, participation, nodes, phases, snapshots),
         Shares(plan.balance, ledger, nodes),

@@ -1,7 +1,7 @@
-"""`Relay`: the coordinator's part of `transport.detours`. It joins nodes that cannot dial each other, and counts.
+"""`Relay`: the coordinator's part of `transport.detours`. It connects nodes that cannot dial each other, and counts.
 
-It passes Chunks on as they come, and does not read them. Of each tunnel it holds at most a window of them in each
-direction: whoever sends faster than the other side takes gets no credit.
+It forwards Chunks as they come, without reading them. Of each tunnel it holds at most a window of Chunks in each
+direction: a sender that is faster than its receiver gets no credit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Relay:
 
     Args:
         runtime: runtime of the coordinator.
-        endpoint: endpoint of the coordinator. It admits members of the run alone, each under its own name.
+        endpoint: endpoint of the coordinator. It admits only members of the run, each under its own name.
         emit: takes events.
         silence_s: the longest silence of a node that does not take what was sent to it.
 
@@ -70,7 +70,7 @@ class Relay:
             self._emit(RelayEvent(caller=caller, called=called, how="relayed", size_bytes=size_bytes))
 
     async def _post(self, stream: Stream) -> None:
-        """Keeps the stream by which a node hears of callers, until the node leaves."""
+        """Keeps the stream on which a node learns of callers, until the node leaves."""
         who = stream.opened.sender
         self._posts[who] = stream
         self._new_post.ring()
@@ -81,7 +81,7 @@ class Relay:
                 del self._posts[who]
 
     async def _tunnel(self, stream: Stream) -> None:
-        """Tells a node that another one wants to talk to it, and passes their bytes on unless it has dialled back."""
+        """Tells a node that another one wants to talk to it, and forwards their bytes unless it has dialled back."""
         request, caller = v1.Tunnel.FromString(stream.opened.body), stream.opened.sender
         if len(request.ticket) != TICKET_BYTES or request.ticket in self._calls:
             raise RefusedError(self._me, "BAD_REQUEST", f"a tunnel of {caller} without a ticket of its own")
@@ -112,12 +112,12 @@ class Relay:
             call.over.set()
 
     async def _answered(self, call: _Call, request: v1.Tunnel) -> Stream | None:
-        told = v1.Tunnel(peer=call.caller, ticket=request.ticket, port=request.port)
+        answer = v1.Tunnel(peer=call.caller, ticket=request.ticket, port=request.port)
         while True:
             while (post := self._posts.get(call.called)) is None:
                 await self._new_post.wait()
             try:
-                await post.send(v1.Frame(body=v1.Body(data=told.SerializeToString())))
+                await post.send(v1.Frame(body=v1.Body(data=answer.SerializeToString())))
             except GradstreamError:
                 if self._posts.get(call.called) is post:
                     del self._posts[call.called]
@@ -125,7 +125,7 @@ class Relay:
             return await call.answered
 
     async def _answer(self, stream: Stream) -> None:
-        """Gives the answer of a called node to its caller; lasts as long as their tunnel."""
+        """Passes the answer of a called node to its caller; lasts as long as their tunnel."""
         request, who = v1.Tunnel.FromString(stream.opened.body), stream.opened.sender
         call = self._calls.get(request.ticket)
         if call is None or (call.called, call.caller) != (who, request.peer) or call.answered.done():
@@ -144,16 +144,16 @@ class Relay:
 
 
 # ---- run clock ---------------------------------------------------------------------------
-# The time that the events of a run carry, and the time of the coordinator's state machines.
+# The time in the events of a run, and the time of the coordinator's state machines.
 
 
 class RunClock:
-    """Counts the seconds of training, those before the run was resumed included.
+    """Counts the seconds of training, including those before the run was resumed.
 
     Args:
         runtime: supplies the time.
         earlier_s: seconds of training before the run was resumed.
-        zero_ns: that of the coordinator's clock, for a node on its machine that comes later; None: it begins anew.
+        zero_ns: the coordinator's, for a node on its machine that comes later; None starts the clock anew.
     """
 
     KEPT = ("_began_ns",)
@@ -176,7 +176,7 @@ class RunClock:
 
     @property
     def zero_ns(self) -> int | None:
-        """Time of the machine at which it showed 0, or would have; None before it begins."""
+        """Time of the machine at which the clock showed 0, or would have; None before it begins."""
         return None if self._began_ns is None else self._began_ns - round(self.earlier_s * 1e9)
 
     def time_s(self) -> float:
@@ -187,14 +187,14 @@ class RunClock:
 
 
 class Age:
-    """Seconds since the first process of the coordinator began, without the time in which this one stood still.
+    """Seconds since the first process of the coordinator began, excluding the time in which this one stood still.
 
     Args:
         runtime: supplies the time.
     """
 
     KEPT = ("_born_ns",)
-    """See `durable.state`. The clock belongs to the machine, so a new process goes on counting."""
+    """See `durable.state`. The clock belongs to the machine, so a new process continues to count."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -202,5 +202,5 @@ class Age:
         self._stood_still_ns = runtime.now() - runtime.awake_ns()  # before this process began
 
     def __call__(self) -> float:
-        """The present age."""
+        """The current age."""
         return (self._runtime.awake_ns() + self._stood_still_ns - self._born_ns) / 1e9

@@ -4,12 +4,12 @@
                   │                                    │
                   └──── a new shard is lost, late ─────┴── any node is lost, late, cannot ──▶ failed
 
-While it prepares, training goes on. While it holds, the present shards begin no update, so that a chunk has one state,
-and the new shards fetch all that is known of each chunk: elements, versions, and which pushes it has. A push that was
-under way stays whole: its worker sends the chunks that have no answer to the new shards, and those know the others.
+While it prepares, training goes on. While it holds, the old shards begin no update, so that a chunk has one state,
+and the new shards fetch the whole state of each chunk: elements, versions, and which pushes it has. A push that was
+under way stays whole: its worker sends the unanswered chunks to the new shards, and those know the others.
 
-The switch is one change of the coordinator's state, which is durable before any node hears of it. Until then the
-present shards have everything, so a failure costs nothing but time; from then on the new ones have.
+The switch is one change of the coordinator's state, which is durable before any node learns of it. Until then the
+old shards have everything, so a failure costs nothing but time; from then on the new ones have it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import Placement
 
 MOST_SHARDS = 1024
-"""The most shards of a placement."""
+"""Most shards of a placement."""
 
 ERROR_BYTES = 1024
-"""The most bytes of a shard's error that are kept."""
+"""Most bytes to keep of a shard's error."""
 
 
 class Resharding(Lead):
-    """Changes the shards of a run, once at a time.
+    """Changes the shards of a run, one change at a time.
 
     Args:
         nodes: the members, and which shards hold the parameters.
         snapshots: no snapshot is made while the shards hand over, nor the other way round.
-        orphans: torn pushes of lost workers are settled before.
+        orphans: torn pushes of lost workers are settled first.
         deadlines: `join_s` bounds the preparation, `cut_s` the time without updates.
         obstacle: why this run cannot change its shards, with the remedy; "" if it can.
         fewest: smallest number of shards.
@@ -99,7 +99,7 @@ class Resharding(Lead):
         return [self._event("preparing", at_s), Notify()]
 
     def on_report(self, node: v1.Node, kind: str, report: v1.Resharded, at_s: float) -> list[Instruction]:
-        """Takes in that a new shard has its chunks, or cannot get them. A late report changes nothing."""
+        """Notes that a new shard has its chunks, or cannot get them. A late report changes nothing."""
         target, who = self._nodes.newcomers, node.name
         if not self._nodes.handing_over or target is None or report.first != target.first:
             return []
@@ -111,7 +111,7 @@ class Resharding(Lead):
         return self.proceed(at_s)
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
-        """Goes on if this was the last new shard."""
+        """Continues if this was the last new shard."""
         return self.proceed(at_s) if node.role == "shard" else []
 
     @property
@@ -120,7 +120,7 @@ class Resharding(Lead):
         return self._nodes.handing_over
 
     def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
-        """Fails where a lost node had a part in it."""
+        """Fails if the lost node was needed for it."""
         nodes, who = self._nodes, lost.node.name
         if nodes.newcomers is None or not (nodes.handing_over or self._nodes.awaits(who)):
             return []
@@ -128,7 +128,7 @@ class Resharding(Lead):
         return self._fail(who, f"was lost while the new shards {doing}", at_s)
 
     def proceed(self, at_s: float) -> list[Instruction]:
-        """Goes on where nothing is missing any more, and fails where something is for too long."""
+        """Continues if nothing is missing any more, and fails if something has been missing for too long."""
         nodes, deadlines = self._nodes, self._deadlines
         target = nodes.newcomers
         if target is None:
@@ -185,7 +185,7 @@ class Resharding(Lead):
         )
 
     def notice(self, notice: v1.Notice) -> None:
-        """Adds the shards that are about to hold the parameters, while they change."""
+        """Adds the shards that are about to hold the parameters, during a change."""
         if self._nodes.newcomers is not None:
             to, holds = self._nodes.newcomers.as_message(), self._nodes.handing_over
             notice.resharding.CopyFrom(v1.Resharding(to=to, holds=holds))

@@ -1,11 +1,11 @@
 """Shares of a round by measured speed, as a pure state machine: measurements go in, sizes come out.
 
 Before each rebalance window of rounds (`data.shares`) every worker reports how many samples it has gone through,
-and how long their gradients took. Once all have reported, `data.shares.better` decides the sizes once, and all
-workers get the same.
+and how long their gradients took. Once all have reported, `data.shares.better` decides the sizes, once, and all
+workers get the same sizes.
 
 A lost worker gets no samples from the next window on; until then another one computes its part. A new process in
-its place asks for the sizes of the round with which it begins, and has a part again from the next window on.
+its place asks for the sizes of the round with which it begins, and gets a part again from the next window on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradstream.telemetry.events import SharesEvent
 from gradstream.wire import v1
 
 Round = tuple[int, int]
-"""(data epoch, round of it)."""
+"""(data epoch, round in it)."""
 
 
 class ShareBalance:
@@ -35,7 +35,7 @@ class ShareBalance:
         plan: the coordinator's plan, which gets each decision, so that it knows the samples of each worker.
 
     Attributes:
-        sizes: by rank, the present number of samples.
+            sizes: by rank, the current number of samples.
     """
 
     KEPT = ("sizes", "_speeds", "_asked", "_decided")
@@ -46,7 +46,7 @@ class ShareBalance:
         self.sizes: Sequence[int] = plan.sizes(0, 0)
         self._plan = plan
         self._speeds = [WorkerSpeed() for _ in self.sizes]
-        self._asked: dict[int, Round] = {}  # by rank, before which round
+        self._asked: dict[int, Round] = {}  # by rank, before which round it asked
         self._decided: Round | None = None
 
     def took(self, rank: int, before: Round, measured: WorkerSpeed) -> None:
@@ -56,7 +56,7 @@ class ShareBalance:
             self._speeds[rank].measured(measured)
 
     def joined(self, rank: int) -> None:
-        """Forgets what the process has measured in whose place a worker takes part."""
+        """Forgets the measurements of the process that a worker replaces."""
         self._speeds[rank] = WorkerSpeed()
         self._asked.pop(rank, None)
 
@@ -77,9 +77,9 @@ class ShareBalance:
         )
 
     def decided(self, before: Round) -> Sequence[int] | None:
-        """Returns the sizes from this round on; None while they are not decided.
+        """Returns the sizes from this round on; None while they are undecided.
 
-        Inside of a window, and in the first round of the run, they are known: there a new process asks.
+        Inside a window, and in the first round of the run, they are known: a new process may ask there.
         """
         first = self._plan.nth(0, 0)
         if not begins_window(before[1]) or before == (first.epoch, first.batch):
@@ -88,7 +88,7 @@ class ShareBalance:
 
 
 class Shares(Lead):
-    """Answers workers that ask for their shares of the rounds from one on.
+    """Answers workers that ask for their shares of the rounds from a given one on.
 
     Args:
         balance: decides the shares; None leaves them as planned.
@@ -110,7 +110,7 @@ class Shares(Lead):
         return {} if self.balance is None else {"balance": self.balance}
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
-        """Forgets the speed of the process whose place a worker takes."""
+        """Forgets the speed of the process that a worker replaces."""
         if node.role == "worker" and self.balance is not None:
             self.balance.joined(node.rank)
         return []
@@ -140,7 +140,7 @@ class Shares(Lead):
         return None if sizes is None else v1.Shares(samples=sizes)
 
     def _rebalance(self) -> list[Instruction]:
-        """Decides the shares that workers wait for, once all that are in, and do not wait to begin, have asked."""
+        """Decides the shares that workers wait for, once all members that do not wait to begin have asked."""
         if self.balance is None:
             return []
         waiting = self._nodes.entering

@@ -1,4 +1,4 @@
-"""`Snapshot`: one snapshot of a run: its phase, and what each node has reported about it."""
+"""`Snapshot`: one snapshot of a run: its phase, and the reports of the nodes about it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Snapshot:
         number: its number, from 1.
         workers: names of the workers that it pauses.
         holders: names of the nodes that write the vectors: see `Nodes.holders`.
-        in_rounds: all workers stop after the same number of minibatches.
-        last: the run stops with it.
+        in_rounds: whether all workers stop after the same number of minibatches.
+        last: whether the run stops with it.
         began_s: when it began, in seconds.
-        ends: the run finishes with it: workers only go on to the minibatch where they stop, and no checkpoint
+        ends: whether the run finishes with it: workers only go on to the minibatch where they stop, and no checkpoint
             is written.
     """
 
@@ -35,7 +35,7 @@ class Snapshot:
     ends: bool = False
     phase: v1.Snapshot.Phase = v1.Snapshot.PAUSE
     begun: dict[str, int] = field(default_factory=dict)  # by worker, how many minibatches it had begun
-    stop_at: dict[str, int] = field(default_factory=dict)  # and after how many it stops
+    stop_at: dict[str, int] = field(default_factory=dict)  # by worker, after how many it stops
     reached: set[str] = field(default_factory=set)  # workers that have stopped
     versions: dict[str, Sequence[int]] = field(default_factory=dict)  # by holder, of its chunks
     procedures: dict[str, Sequence[bytes]] = field(default_factory=dict)  # by holder, of its chunks
@@ -78,7 +78,9 @@ class Snapshot:
                 self.reached.add(who)
             case kind.HELD, v1.Snapshot.SNAPSHOT if who in self.holders:
                 self.versions.setdefault(who, tuple(report.versions))
-                self.procedures.setdefault(who, [one.SerializeToString() for one in report.procedures])
+                self.procedures.setdefault(
+                    who, [procedure.SerializeToString() for procedure in report.procedures]
+                )
             case kind.WRITTEN, v1.Snapshot.WRITE if who in self.holders:
                 self.sums.setdefault(who, tuple(report.sums))
 
@@ -89,7 +91,7 @@ class Snapshot:
         self.phase = v1.Snapshot.STOP
 
     def as_notice(self) -> v1.Snapshot:
-        """Returns it as notices contain it."""
+        """Returns it in the form in which notices contain it."""
         places = [v1.Place(vector=p.vector, path=p.path, offset_bytes=p.offset_bytes) for p in self.places]
         return v1.Snapshot(
             number=self.number,
@@ -103,7 +105,7 @@ class Snapshot:
 
 
 # ---- instructions ------------------------------------------------------------------------
-# What `checkpoint_writer` carries out.
+# Instructions that `checkpoint_writer` carries out.
 
 
 @dataclass(frozen=True, slots=True)

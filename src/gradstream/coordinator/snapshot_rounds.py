@@ -3,7 +3,7 @@
     PAUSE ─all begun─▶ STOP ─all reached─▶ (Prepare) ─▶ SNAPSHOT ─all held─▶ WRITE ─all written─▶ (Commit)
 
 In a run of rounds, all workers stop after the last round that any of them has begun; otherwise each stops
-after its present minibatch. So the model holds whole minibatches, the ledger says which, and no worker waits
+after its current minibatch. So the model holds whole minibatches, the ledger says which, and no worker waits
 for one that has stopped: a worker that is behind may go on, and a worker that is ahead has begun nothing that
 the others do not reach.
 
@@ -33,11 +33,11 @@ from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
 # ---- last attempt ------------------------------------------------------------------------
-# `LastAttempt`: how far the run was when a checkpoint was tried last, so that it is known when the next one is due.
+# `LastAttempt`: how far the run was at the last attempt to make a checkpoint, from which the next due time follows.
 
 
 class LastAttempt:
-    """The latest attempt to make a checkpoint; before the first, the begin of the run.
+    """The latest attempt to make a checkpoint; before the first, the beginning of the run.
 
     Args:
         progress: the steps and data epochs in the model.
@@ -49,7 +49,7 @@ class LastAttempt:
     def __init__(self, progress: SampleProgress) -> None:
         self._progress = progress
         self._latest = self._reached
-        self._since_s: float | None = None  # since when no snapshot was tried
+        self._since_s: float | None = None  # time of the last attempt
         self._begun_s = 0.0
 
     @property
@@ -58,7 +58,7 @@ class LastAttempt:
         return self._progress.step, self._progress.ledger.num_complete
 
     def begin(self, at_s: float) -> None:
-        """Begins the time of a run that has made no attempt yet."""
+        """Starts the time of a run that has made no attempt yet."""
         if self._since_s is None:
             self._since_s = self._begun_s = at_s
 
@@ -67,7 +67,7 @@ class LastAttempt:
         self._latest, self._since_s = self._reached, at_s
 
     def failed(self, at_s: float) -> None:
-        """Notes that the attempt has failed. The time until the next one begins anew."""
+        """Notes that the attempt has failed. The time until the next one starts again."""
         self._since_s = at_s
 
     def is_due(self, policy: Policy, at_s: float) -> bool:
@@ -84,32 +84,33 @@ WRITE_S = 1800.0
 """How long the nodes may take to write a snapshot, after the workers have resumed."""
 
 ATTEMPTS = 5
-"""How often a snapshot is tried that the run needs: that at the end of a phase of the job which another one follows."""
+"""Number of attempts at a snapshot that the run needs: that at the end of a phase which another one follows."""
 
 ERROR_BYTES = 1024
-"""The most bytes of a node's error message that are kept."""
+"""Most bytes to keep of a node's error message."""
 
 
 class SnapshotRounds(Lead):
     """Begins snapshots when they are due, leads one at a time to its end, and reports the outcome.
 
     Args:
-        progress: the minibatches in the model, and where a resumed run goes on.
+        progress: the minibatches in the model, and where a resumed run continues.
         nodes: the members.
         policy: when a checkpoint is due; None makes no checkpoints: the run just stops.
         deadlines: `cut_s` limits the pause of the workers.
-        by_decisions: the ledger learns of a round from the first shard's decision, and not from workers that
+        by_decisions: whether the ledger learns of a round from the first shard's decision, rather than from workers
+            that
             report to have reached it. The decision may come later.
-        orphans: what lost workers had pushed: no snapshot holds a torn push.
+        orphans: pushes of lost workers: no snapshot holds a torn push.
 
     Attributes:
         current: the snapshot under way.
         kept: folder of the newest checkpoint; "" before the first.
         evaluated: the latest evaluation.
-        stopping: the run was asked to stop.
-        finishing: the run has reached its stopping criterion.
-        required: the run goes on from the snapshot that it stops with: one that has failed is tried again.
-        crossed: that snapshot has become a checkpoint.
+        stopping: whether the run was asked to stop.
+        finishing: whether the run has reached its stopping criterion.
+        required: whether the run continues from the snapshot with which it stops: a failed one is tried again.
+        crossed: whether that snapshot has become a checkpoint.
     """
 
     KEPT = (
@@ -156,11 +157,13 @@ class SnapshotRounds(Lead):
         self._count = 0
         self._deferred = False
         self._last_attempt = LastAttempt(progress)
-        self._cut_short = False  # a process of the coordinator has died while it made a snapshot with files
+        self._cut_short = (
+            False  # whether a process of the coordinator died while it made a snapshot with files
+        )
 
     @property
     def _open(self) -> Snapshot | bool | None:
-        """What a new process of the coordinator keeps of the snapshot under way: all, if it writes no files."""
+        """What a new process of the coordinator keeps of the snapshot under way: everything, if it writes no files."""
         return self.current if self.current is None or self.current.ends else True
 
     @_open.setter
@@ -171,7 +174,7 @@ class SnapshotRounds(Lead):
     def restored(self, at_s: float) -> list[Instruction]:
         """Ends the snapshot that was under way when an earlier process of the coordinator died.
 
-        The workers go on, or begin another one if the run is to end.
+        The workers go on, or begin another snapshot if the run is to end.
         """
         out: list[Instruction] = []
         if self._cut_short:
@@ -202,7 +205,7 @@ class SnapshotRounds(Lead):
             notice.snapshot.CopyFrom(self.current.as_notice())
 
     def proceed(self, at_s: float) -> list[Instruction]:
-        """Begins a snapshot that is due, and ends one that takes too long."""
+        """Begins a due snapshot, and ends one that takes too long."""
         self._last_attempt.begin(at_s)
         if self.current is not None:
             return self._check_time(self.current, at_s)
@@ -214,7 +217,7 @@ class SnapshotRounds(Lead):
 
     def _check_time(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
         if snapshot.phase == v1.Snapshot.STOP != snapshot.ordered and (out := self._advance(snapshot, at_s)):
-            return out  # it has waited for decisions, or for the pushes of lost workers to be settled
+            return out  # it waited for decisions, or for the pushes of lost workers to be settled
         if self.ending:
             return []  # nothing limits the time of minibatches that were begun
         limit_s, since_s = WRITE_S, snapshot.resumed_s
@@ -243,7 +246,7 @@ class SnapshotRounds(Lead):
         return [] if self.current is not None else self.begin(at_s)
 
     def begin(self, at_s: float) -> list[Instruction]:
-        """Begins a snapshot; later, while a worker waits for the round in which it enters, or shards miss or change."""
+        """Begins a snapshot; later if a worker waits for its first round, or shards are missing or changing."""
         nodes = self._nodes
         self._deferred = bool(nodes.entering or nodes.missing_shards or nodes.handing_over)
         if self._deferred:
@@ -272,7 +275,7 @@ class SnapshotRounds(Lead):
     def on_report(
         self, node: v1.Node, kind: str, report: v1.SnapshotReport, at_s: float
     ) -> list[Instruction]:
-        """Takes a report of a node about its part in the snapshot."""
+        """Takes a node's report about its part in the snapshot."""
         snapshot, who = self.current, node.name
         if snapshot is None or report.number != snapshot.number:
             return []
@@ -319,7 +322,7 @@ class SnapshotRounds(Lead):
         return [*failed, *(self.begin(at_s) if self.stopping or self.finishing else [])]
 
     def fail(self, who: str, why: str, at_s: float) -> list[Instruction]:
-        """Ends the snapshot without a checkpoint. The run continues, and the checkpoint before it is kept."""
+        """Ends the snapshot without a checkpoint. The run continues, and the previous checkpoint is kept."""
         snapshot, self.current = self.current, None
         if snapshot is None:
             return []
@@ -334,7 +337,7 @@ class SnapshotRounds(Lead):
         return Emit(CheckpointFailedEvent(step=self._progress.step, who=who, message=why, kept=self.kept))
 
     def give_up(self) -> list[Instruction]:
-        """Lets the run go on that was to stop with a required snapshot."""
+        """Lets a run go on that was to stop with a required snapshot."""
         self.stopping = self.required = self._deferred = False
         return [*self.drop(), Notify()]
 
@@ -344,7 +347,7 @@ class SnapshotRounds(Lead):
         return [] if snapshot is None or snapshot.ends else [Discard(snapshot)]
 
     def _advance(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
-        """Enters the next phase if all reports of the present one are there."""
+        """Enters the next phase if all reports of the current one are there."""
         if snapshot.awaited:
             return []
         if snapshot.phase == v1.Snapshot.STOP and (self._undecided(snapshot) or not self._orphans.settled):
@@ -377,7 +380,7 @@ class SnapshotRounds(Lead):
 
     @staticmethod
     def _order(snapshot: Snapshot, instruction: Instruction) -> list[Instruction]:
-        """Gives the instruction once in a phase: nodes may repeat their reports."""
+        """Gives the instruction once per phase: nodes may repeat their reports."""
         if snapshot.ordered == snapshot.phase:
             return []
         snapshot.ordered = snapshot.phase

@@ -1,15 +1,15 @@
 """Rounds that go on after a worker was lost: another one computes its part, or its part is skipped. Pure.
 
-`StandIns`: with servers or in a group, one of the others stands in for the lost worker until a new process has taken
-its place.
+`StandIns`: with servers or in a group, another worker stands in for the lost one until a new process has replaced
+it.
 
-`SkippedParts`: where workers exchange in pairs, nobody does.
+`SkippedParts`: if workers exchange in pairs, nobody does.
 
     worker r is lost            its part of each round that another worker has gone through is skipped
     a new process joins as r    nothing more is skipped: it copies another worker's state, and goes on in its round
     its first receipt comes     its part of the rounds before that one is skipped
 
-What is skipped is in the summary of the run.
+The summary of the run lists what was skipped.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class StandIns(Lead):
         nodes: the members of the run.
         progress: the minibatches in the model.
         hands_over: True, with servers: a newcomer begins when its stand-in hands over. False, in a group: all workers
-            meet again when a newcomer joins, and begin the next round together; it counts as active from its first
+            form a new group when a newcomer joins, and begin the next round together; it counts as active from its
+            first
             receipt on.
 
     Attributes:
-        ever_lost: ranks of the workers that were ever lost. Receipts of theirs may have been on their way.
+        ever_lost: ranks of the workers that were ever lost. Some of their receipts may have been on their way.
     """
 
     KEPT = ("_by_rank", "ever_lost")
@@ -57,14 +58,14 @@ class StandIns(Lead):
         return []
 
     def on_absent(self, rank: int) -> list[Instruction]:
-        """Finds a stand-in for a worker, and for all that it stood in for: whoever has least to do."""
+        """Finds a stand-in, the least loaded worker, for a worker and for everybody that it stood in for."""
         self.ever_lost.add(rank)
         active = self._nodes.active_workers
         vacant = {rank, *(other for other, name in self._by_rank.items() if name not in active)}
-        for one in sorted(vacant):
-            self._by_rank.pop(one, None)
+        for absent in sorted(vacant):
+            self._by_rank.pop(absent, None)
             load = Counter(self._by_rank.values())
-            self._by_rank[one] = min(active, key=lambda name: load[name])
+            self._by_rank[absent] = min(active, key=lambda name: load[name])
         self._settle()
         return []
 
@@ -76,7 +77,7 @@ class StandIns(Lead):
                 ledger.settle_rounds(rank)
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
-        """Notes that a new process has taken the place of a lost worker."""
+        """Notes that a new process has replaced a lost worker."""
         if node.role == "worker":
             self._nodes.entering.add(node.name)
             if not self._hands_over:
@@ -93,9 +94,9 @@ class StandIns(Lead):
             )
 
     def on_report(self, node: v1.Node, kind: str, report: v1.HandOver, at_s: float) -> list[Instruction]:
-        """Lets a newcomer begin to whom its stand-in has handed over.
+        """Lets a newcomer begin after its stand-in has handed over.
 
-        It does not begin if it was lost meanwhile: the stand-in hears that, and goes on.
+        It does not begin if it was lost meanwhile: the stand-in learns that, and goes on.
         """
         rank = report.rank
         if self._by_rank.get(rank) != node.name or self._newcomer(rank) != report.newcomer:
@@ -105,7 +106,7 @@ class StandIns(Lead):
         return [Notify()]
 
     def on_beat(self, node: v1.Node, beat: v1.Beat, at_s: float) -> list[Instruction]:
-        """Accounts for lost workers, and lets newcomers begin that have come too late for any round."""
+        """Accounts for lost workers, and lets newcomers begin that came too late for any round."""
         if not self._hands_over and (beat.receipts or beat.finished):
             self._nodes.entering.discard(node.name)  # a newcomer of a group has parameters by then
         self._settle()
@@ -119,7 +120,7 @@ class StandIns(Lead):
         return [Notify()]
 
     def _newcomer(self, rank: int) -> int:
-        """Incarnation of the worker that waits to begin as this rank; 0 for none."""
+        """Incarnation of the worker that waits to begin as this rank; 0 if there is none."""
         name = f"worker-{rank}"
         return self._nodes.incarnations[name] if name in self._nodes.entering else 0
 
@@ -135,7 +136,7 @@ class StandIns(Lead):
 
 
 class SkippedParts(Lead):
-    """Skips what nobody computes.
+    """Skips parts that nobody computes.
 
     Args:
         ledger: the minibatches of the run.
@@ -150,7 +151,7 @@ class SkippedParts(Lead):
         self._entering: set[int] = set()
 
     def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
-        """A worker is lost."""
+        """Notes that a worker is lost."""
         if lost.worker:
             self._entering.discard(lost.node.rank)
             self._gone.add(lost.node.rank)
@@ -158,14 +159,14 @@ class SkippedParts(Lead):
         return []
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
-        """A new process has taken the place of a lost worker."""
+        """Notes that a new process has replaced a lost worker."""
         if node.role == "worker":
             self._gone.discard(node.rank)
             self._entering.add(node.rank)
         return []
 
     def on_beat(self, node: v1.Node, beat: v1.Beat, at_s: float) -> list[Instruction]:
-        """Takes in receipts of a worker, which are in the ledger, and whether it is through with all rounds."""
+        """Notes a worker's receipts, which are in the ledger, and whether it has gone through all rounds."""
         if not (beat.receipts or beat.finished):
             return []
         rank, plan = node.rank, self._ledger.plan
@@ -178,7 +179,7 @@ class SkippedParts(Lead):
         return []
 
     def _settle(self) -> None:
-        """Skips the part of lost workers in rounds that others have gone through."""
+        """Skips the parts of lost workers in rounds that others have gone through."""
         if self._gone:
             until = self._ledger.latest(but=self._gone) + 1
             for rank in sorted(self._gone):

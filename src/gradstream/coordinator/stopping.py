@@ -16,12 +16,12 @@ MEMORY = 0.95
 _MODES = {"accuracy": "max", "test_loss": "min"}
 
 FEWEST = 20
-"""Minibatches before the training loss counts: one low loss is no progress."""
+"""Minibatches before the training loss counts: a single low loss is no progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Until:
-    """The criteria that end a run; the first that is reached does. Made by `until`.
+    """The criteria that end a run, whichever is reached first. Made by `until`.
 
     Args:
         accuracy: smallest accuracy on held-out samples, in (0, 1]. Needs `evaluate_every`.
@@ -29,11 +29,11 @@ class Until:
         test_loss: largest loss on held-out samples. Needs `evaluate_every`.
         seconds: training time.
         samples: number of samples in the model.
-        monitor: figure of the evaluations that `reaches` and `patience` are about: "accuracy", "test_loss", or the name
+        monitor: figure of the evaluations to which `reaches` and `patience` apply: "accuracy", "test_loss", or the name
             of a metric. None is "test_loss". Needs `evaluate_every`.
-        mode: whether its largest value is the best, "max", or its smallest, "min". None knows it of the first two.
-        reaches: value of `monitor` that is as good as it has to be.
-        patience: number of evaluations in a row after which the run ends, if none of them is better than the best one.
+        mode: whether its largest value is the best, "max", or its smallest, "min". None is right for the first two.
+        reaches: value of `monitor` that is good enough.
+        patience: number of consecutive evaluations without a new best after which the run ends.
 
     Raises:
         ConfigError: no criterion, or one out of its range.
@@ -50,11 +50,11 @@ class Until:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        figure, mode = given.pop("monitor", None), given.pop("mode", None)
+        goals = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        figure, mode = goals.pop("monitor", None), goals.pop("mode", None)
         if (figure or mode) and not self.monitors:
             raise ConfigError(f"until: monitor={figure!r} needs reaches or patience")
-        if not given:
+        if not goals:
             raise ConfigError(
                 "until: no criterion; expected accuracy, loss, test_loss, seconds, samples, reaches or patience"
             )
@@ -62,7 +62,7 @@ class Until:
             raise ConfigError(
                 f"until: mode is {mode!r}; expected 'max' if the largest {self.monitors} is the best, or 'min'"
             )
-        for name, value in given.items():
+        for name, value in goals.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             of_loss = name in ("loss", "test_loss", "reaches")
             if not number or (value <= 0 and not of_loss) or (name == "accuracy" and value > 1):
@@ -72,19 +72,19 @@ class Until:
 
     @property
     def monitors(self) -> str:
-        """The figure that `reaches` and `patience` are about; "" without either."""
+        """The figure to which `reaches` and `patience` apply; "" without either."""
         return "" if self.reaches is None and self.patience is None else self.monitor or "test_loss"
 
     def score(
         self, accuracy: float | None, test_loss: float | None, metrics: Mapping[str, float | None]
     ) -> float | None:
-        """What `monitor` says of an evaluation, with the sign by which larger is better; None if it says nothing."""
+        """The monitored figure of an evaluation, with the sign for which larger is better; None if it has none."""
         value = {**metrics, "accuracy": accuracy, "test_loss": test_loss}.get(self.monitors)
         return None if value is None else self.sign * value
 
     @property
     def sign(self) -> int:
-        """-1 where the smallest value of the monitored figure is the best, else 1."""
+        """-1 if the smallest value of the monitored figure is the best, else 1."""
         return -1 if (self.mode or _MODES.get(self.monitors)) == "min" else 1
 
     @property
@@ -95,7 +95,7 @@ class Until:
 
     @property
     def goals(self) -> set[str]:
-        """The figures of evaluations that these criteria are about."""
+        """The figures of evaluations that these criteria use."""
         both = {"accuracy": self.accuracy, "test_loss": self.test_loss}
         return {name for name, value in both.items() if value is not None} | {self.monitors} - {""}
 
@@ -112,7 +112,7 @@ def until(
     reaches: float | None = None,
     patience: int | None = None,
 ) -> Until:
-    """Ends a run before its epochs or steps do, with the first criterion that is reached: see `Until`.
+    """Ends a run before its epochs or steps do, by whichever criterion is reached first: see `Until`.
 
     Example:
         >>> until(accuracy=0.9, seconds=3600).accuracy

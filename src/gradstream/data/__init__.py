@@ -2,7 +2,7 @@
 
 `base.py` has the interfaces. `arrays.py`, `mapped.py`, `loader.py` and `stream.py` have users' data, `fashion.py` and
 `caltech.py` built-in data sets. `plan.py` and `feed.py` order the samples and divide them among workers,
-`feed.py` reads them, `leases.py` assigns minibatches to workers, and `ledger.py` accounts for those in the model.
+`feed.py` also reads them, `leases.py` assigns minibatches to workers, and `ledger.py` accounts for those in the model.
 """
 
 from gradstream.data.arrays import from_arrays

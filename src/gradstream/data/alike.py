@@ -1,7 +1,7 @@
-"""What processes compare of a data set, to find out that they do not have the same: arrays, or drawn samples.
+"""Checks that processes have the same data set: they compare checksums of arrays, or drawn samples.
 
-Each process makes its data anew. What depends on the order of a set or of a folder, or on random numbers without a
-seed, is then another data set in each of them.
+Each process makes its data anew. Data that depends on the order of a set or of a folder, or on random numbers without a
+seed, then differs between processes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gradstream.data.isolation import Isolated, seeded
 from gradstream.model.base import Batch, leaves_of
 
 NUM_DRAWN = 8
-"""Samples that are drawn, of those for training and of those held out."""
+"""Number of samples to draw, of those for training and of those held out."""
 
 DRAWING_S = 1.0
-"""Time after which no more are drawn, where a sample takes long."""
+"""Time after which no more samples are drawn, if a sample takes long."""
 
 RANDOM = "random"
-"""In the place of what differs between two readings of a sample in one process."""
+"""Replaces parts that differ between two readings of a sample in one process."""
 
 SHOWN_ELEMS = 4
-"""A part of a sample with so few elements is shown, and not its checksum."""
+"""A part of a sample with at most this many elements is shown, rather than its checksum."""
 
 NUMBER = "number of samples"
 """The check of the length."""
@@ -41,14 +41,15 @@ _DRAWN = "sample "
 
 
 def checks_of(data: Dataset) -> dict[str, str]:
-    """What processes compare of a data set, by name; `differences` compares it.
+    """The properties of a data set that processes compare, by name; `differences` compares them.
 
-    A data set has it as `quick_checks`; others are asked for some samples, each twice. Streams have no samples to ask
-    for. A data set whose loader has processes of its own is asked in such a process: files that it opens at the first
+    A data set may provide them as `quick_checks`; others are asked for some samples, each twice. Streams have no
+    samples to
+    ask for. A data set whose loader has its own processes is asked in such a process: files that it opens at the first
     sample must not be open when others are forked.
     """
     if not hasattr(data, "test_batch"):
-        return {}  # a loop of the user's own has its own data
+        return {}  # a user's own loop has its own data
     checks = {NUMBER: f"{data.num_samples} and {data.num_test_samples} held out"}
     own = getattr(data, "quick_checks", None)
     if own is not None:
@@ -76,15 +77,15 @@ def checks_of(data: Dataset) -> dict[str, str]:
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """(name, what is here, what is there) of each check that differs.
+    """(name, value here, value there) of each check that differs.
 
-    What is random, or was not drawn by both, does not differ.
+    Random values, and values that were not drawn by both, do not count as different.
     """
     for name in {**there, **here}:
-        mine, theirs = here.get(name, "none"), there.get(name, "none")
-        passed = _DRAWN in name and "none" in (mine, theirs)
-        if mine != theirs and RANDOM not in (mine, theirs) and not passed:
-            yield name, mine, theirs
+        mine, other = here.get(name, "none"), there.get(name, "none")
+        passed = _DRAWN in name and "none" in (mine, other)
+        if mine != other and RANDOM not in (mine, other) and not passed:
+            yield name, mine, other
 
 
 class _Drawing(TorchDataset[dict[str, str]]):
@@ -101,7 +102,7 @@ class _Drawing(TorchDataset[dict[str, str]]):
 
 
 def _drawn(data: Dataset) -> dict[str, str]:
-    """The checks of drawn samples, those for training and those held out by turns."""
+    """The checks of drawn samples, alternating between those for training and those held out."""
     checks, until_s = dict[str, str](), time.monotonic() + DRAWING_S
     sides = [
         (_DRAWN, data.batch, data.num_samples),
@@ -115,9 +116,9 @@ def _drawn(data: Dataset) -> dict[str, str]:
             try:
                 once, again = (_parts(read, number) for _ in range(2))
             except Exception:
-                continue  # it may not be made to be read alone; the training meets other errors, and says where
-            for part, found in once.items():
-                checks[f"{side}{number}, {part}"] = found if again.get(part) == found else RANDOM
+                continue  # it may not support being read alone; the training meets other errors, and says where
+            for part, check in once.items():
+                checks[f"{side}{number}, {part}"] = check if again.get(part) == check else RANDOM
     return checks
 
 
@@ -129,7 +130,7 @@ def _parts(read: Any, number: int) -> dict[str, str]:
 
 
 def _described(leaf: Any) -> str:
-    """A part of a sample in few words; "" for what is no array."""
+    """A part of a sample in few words; "" if it is not an array."""
     if isinstance(leaf, torch.Tensor):
         leaf = leaf.detach().cpu()
         array = leaf.view(torch.uint8).numpy() if leaf.dtype == torch.bfloat16 else leaf.numpy()

@@ -160,7 +160,7 @@ class Leases:
     """See `coordinator.durable.state`."""
 
     CACHES = ("_changes",)
-    """For what others have worked out from its state, and work out anew after a restart."""
+    """For values that others derive from its state, and derive anew after a restart."""
 
     def __init__(
         self, plan: BatchPlan, sequences: Sequence[AssignableBatches], *, helping: bool, in_passes: bool
@@ -250,7 +250,7 @@ class Leases:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Another one whenever a minibatch has changed hands or has its receipt."""
+        """Differs whenever a minibatch has changed hands or got its receipt."""
         return self._changes, sum(sequence.count for sequence in self._sequences)
 
     def copies(self) -> list[Copy]:
@@ -262,7 +262,7 @@ class Leases:
             left = [place for place in leased if not self._sequences[place[0]].received(place[1])]
             for number, place in enumerate(left, 1):
                 holders[place].append(Copy(worker, *place, leased[place], len(left) - number))
-        return [one for one, *others in holders.values() if not others]
+        return [copy for copy, *others in holders.values() if not others]
 
     def takes(self, rank: int) -> bool:
         """Whether a worker may get minibatches at all: it is neither lost nor paused."""

@@ -92,7 +92,7 @@ class Ledger:
         self.num_complete = min(plan.progress.epochs, self.num_epochs)
         self._counted = (-1, 0)  # an epoch, and the number of its minibatches
         self._counts: defaultdict[int, EpochCounts] = defaultdict(EpochCounts)  # by epoch
-        self._left_out: set[int] = set()  # rounds
+        self._left_out: set[int] = set()  # skipped rounds
         self.num_receipts = 0
         self.num_samples: int | None = 0
 
@@ -153,7 +153,7 @@ class Ledger:
             self.leases.refuse(ref.partition, first)
 
     def refuse_round(self, ref: BatchRef) -> None:
-        """Notes that a round is left out since a worker's gradient was refused. Repeating it changes nothing."""
+        """Notes that a round is skipped because a worker's gradient was refused. Repeating it changes nothing."""
         _, k = self._place(ref)
         if k not in self._left_out:
             self._left_out.add(k)
@@ -207,7 +207,7 @@ class Ledger:
 
     @property
     def dropped(self) -> Mapping[int, int]:
-        """By data epoch, the number of samples that updates were made without, as far as it is known."""
+        """By data epoch, the number of samples that updates skipped, as far as it is known."""
         return {epoch: counts.dropped for epoch, counts in sorted(self._counts.items()) if counts.dropped}
 
     def lost(self, rank: int) -> int:
@@ -240,8 +240,8 @@ class Ledger:
 
     def latest(self, but: Collection[int]) -> int:
         """The number of the latest round of which a worker has a receipt, not counting these ranks; -1 for none."""
-        others = [one for rank, one in enumerate(self._sequences) if rank not in but]
-        return max((max(one.ahead, default=one.low - 1) for one in others), default=-1)
+        others = [sequence for rank, sequence in enumerate(self._sequences) if rank not in but]
+        return max((max(sequence.ahead, default=sequence.low - 1) for sequence in others), default=-1)
 
     def leave_out(self, rank: int, until: int) -> None:
         """Adds the receipts of a worker for all rounds below `until`, and counts those that were missing as dropped."""
@@ -312,7 +312,9 @@ class Ledger:
     def _is_whole(self, epoch: int) -> bool:
         """Whether the run goes through all minibatches of a data epoch."""
         partitions = range(len(self._sequences))
-        return all(self._span(one, epoch) == self.plan.batches_in(one, epoch) for one in partitions)
+        return all(
+            self._span(partition, epoch) == self.plan.batches_in(partition, epoch) for partition in partitions
+        )
 
     def num_batches(self, epoch: int) -> int:
         """The number of minibatches of a data epoch with a receipt."""

@@ -169,10 +169,11 @@ class OpenLedger:
         return 0
 
     def pushed(self, rank: int, shard: str, gradients: int, num_shards: int) -> None:
-        """Takes a shard's word of how many gradients of a lost worker it has. The word of all counts as receipts.
+        """Takes a shard's report of how many gradients of a lost worker it has. The reports of all count as receipts.
 
-        A worker that was stopped before it died may have pushed what it could not report. What others have taken over
-        by then counts twice.
+        A worker that was stopped before it died may have pushed gradients without reporting them. Minibatches that
+        others
+        have taken over by then count twice.
 
         Args:
             rank: rank of the worker.
@@ -200,7 +201,7 @@ class OpenLedger:
         ]
 
     def brief(self) -> dict[int, tuple[int, int]]:
-        """By rank, loops shorter than `BRIEF` of the longest one: (minibatches, minibatches of the longest).
+        """By rank, loops shorter than `BRIEF` of the longest loop: (minibatches, minibatches of the longest).
 
         Loops over loaders of `shard` have about the same length, unless a worker has taken over a block.
         """

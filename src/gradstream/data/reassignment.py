@@ -126,7 +126,7 @@ class Reassignment:
             return None
         self._sizes.setdefault(epoch, sizes)
         self._settle(rank)
-        if (asked_again := [one for one, taken in loop.taken.items() if taken == step]) and step >= 0:
+        if (asked_again := [block for block, taken in loop.taken.items() if taken == step]) and step >= 0:
             return asked_again[0]  # the answer was lost
         # The minibatches of steps below 0 were in the model when the run was resumed.
         block = None if step < 0 else self._free(epoch, oldest)
@@ -173,11 +173,11 @@ class Reassignment:
             return False
         if not self._unclear.isdisjoint(self._sizes):
             return False
-        living = [one for one in range(len(self._loops)) if one not in self._lost]
+        living = [other for other in range(len(self._loops)) if other not in self._lost]
         return all(
-            epoch in self._loops[one].begun or (epoch in self._sizes and not self._sizes[epoch][0][one])
+            epoch in self._loops[other].begun or (epoch in self._sizes and not self._sizes[epoch][0][other])
             for epoch in self._sizes.keys() | self._loops[rank].begun.keys()
-            for one in living
+            for other in living
         )
 
     def _settle(self, *ranks: int) -> None:

@@ -138,14 +138,14 @@ def better(sizes: Sequence[int], speeds: Mapping[int, WorkerSpeed]) -> tuple[int
     """
     known = {rank: speed.per_s for rank, speed in speeds.items()}
     typical = statistics.median([per_s for per_s in known.values() if per_s] or [1.0])
-    per_s = {rank: found or typical for rank, found in known.items()}
+    per_s = {rank: speed or typical for rank, speed in known.items()}
     shares = dict(zip(per_s, divided_by_speed(sum(sizes), list(per_s.values())), strict=True))
     best = tuple(shares.get(rank, 0) for rank in range(len(sizes)))
     if any((size > 0) != (rank in per_s) for rank, size in enumerate(sizes)):
         return best
 
     def longest_s(parts: Sequence[int]) -> float:
-        return max(parts[rank] / found for rank, found in per_s.items())
+        return max(parts[rank] / speed for rank, speed in per_s.items())
 
     margin = max(THRESHOLD, SURE * max(speeds[rank].error for rank in per_s))
     return best if longest_s(best) < (1 - margin) * longest_s(sizes) else tuple(sizes)

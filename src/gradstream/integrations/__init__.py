@@ -29,8 +29,8 @@ def wrap(session: Session, model: Sequence[nn.Module], optimizers: Sequence[torc
     Raises:
         ConfigError: the strategy needs other optimizers in their place.
     """
-    given: Any = list(optimizers)
-    if session.wrap(list(model), given)[1] is not given:
+    wrapped: Any = list(optimizers)
+    if session.wrap(list(model), wrapped)[1] is not wrapped:
         raise ConfigError(
             "integrations: the session's strategy makes updates on the servers, but the library steps its "
             'own optimizer. Use a strategy that averages gradients: "synchronous" or "allreduce"'

@@ -72,11 +72,11 @@ def prepare(session: Session, accelerator: Any, *objects: Any, seed: int = 0) ->
     with one_of(session), seeded(seed):  # accelerate seeds the generator of a sampler without one from here
         prepared = accelerator.prepare(*objects)
     several = prepared if isinstance(prepared, tuple) else (prepared,)
-    for one in several:
-        if isinstance(one, AcceleratedScheduler):
-            one.step = _called_as_one_of(session, one.step)  # it makes one step for each process
-    models = [one for one in several if isinstance(one, nn.Module)]
-    wrap(session, models, [one.optimizer for one in several if isinstance(one, AcceleratedOptimizer)])
+    for thing in several:
+        if isinstance(thing, AcceleratedScheduler):
+            thing.step = _called_as_one_of(session, thing.step)  # it makes one step for each process
+    models = [thing for thing in several if isinstance(thing, nn.Module)]
+    wrap(session, models, [thing.optimizer for thing in several if isinstance(thing, AcceleratedOptimizer)])
     return prepared
 
 

@@ -63,8 +63,8 @@ class _WrapCallback(TrainerCallback):
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        wrap(self._session, [given["model"]], [given["optimizer"].optimizer])
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        wrap(self._session, [kwargs["model"]], [kwargs["optimizer"].optimizer])
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._session.barrier()

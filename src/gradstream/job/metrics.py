@@ -45,7 +45,7 @@ class Metrics:
     """
 
     def __init__(self, metrics: Mapping[str, Metric], num_samples: int) -> None:
-        self._given = metrics
+        self._metrics = metrics
         self._num_samples = num_samples
         self._updated = dict[str, Any]()
         for name, metric in metrics.items():
@@ -92,7 +92,7 @@ class Metrics:
                 _joined(trees, self._counts, f"{what} for the metric {self._functions[0]!r}")
                 for what, trees in zip(("outputs", "targets"), zip(*self._kept, strict=True), strict=True)
             )
-        for name, metric in self._given.items():
+        for name, metric in self._metrics.items():
             with users_code(f"metric {name!r}"):
                 function: Any = metric
                 value = self._updated[name].compute() if name in self._updated else function(outputs, targets)

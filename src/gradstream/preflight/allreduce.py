@@ -203,6 +203,6 @@ def _wait(cluster: LocalCluster, ranks: int) -> None:
 def result_of(folder: Path) -> AllreduceResult:
     """Reads the result from the folder of the ranks, once all of them have ended."""
     plan = AllreducePlan.load(folder)
-    found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(plan.ranks)]
-    slowest = [max(times) for times in zip(*(one["times_s"] for one in found), strict=True)]
-    return AllreduceResult(plan=plan, **{**found[0], "times_s": slowest})
+    results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(plan.ranks)]
+    slowest = [max(times) for times in zip(*(result["times_s"] for result in results), strict=True)]
+    return AllreduceResult(plan=plan, **{**results[0], "times_s": slowest})

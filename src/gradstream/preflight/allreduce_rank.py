@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--report-fd", type=int, help=argparse.SUPPRESS
     )  # every process of a `LocalCluster` gets one
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    asyncio.run(_Rank(given.folder, given.rank).run())
+    asyncio.run(_Rank(arguments.folder, arguments.rank).run())
     return 0
 
 
@@ -137,15 +137,15 @@ class _Rank:
         formed = self._chosen
         if formed is None:
             return {}
-        found: dict[str, Any] = {"kind": formed.kind, "algorithm": formed.algorithm}
+        facts: dict[str, Any] = {"kind": formed.kind, "algorithm": formed.algorithm}
         if formed.kind != "shared":
-            found["carriers"] = carriers
+            facts["carriers"] = carriers
         if not isinstance(group, MessageGroup) or group.choice is None or figures is None:
-            return found
+            return facts
         num_bytes = ITEMSIZE_BYTES * self._plan.elements
         name, choice = self._plan.algorithm, group.choice
         algorithm = name if name in ALGORITHMS else choice.allreduce(num_bytes)
-        return found | {
+        return facts | {
             "algorithm": algorithm,
             "figures": asdict(figures),
             "predicted_s": Choice(group.size, figures).seconds(algorithm, num_bytes),

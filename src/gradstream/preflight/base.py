@@ -78,11 +78,11 @@ def carry_out(checks: Mapping[str, Check]) -> list[CheckResult]:
 
 
 def _failure(name: str, error: Exception, seconds: float) -> CheckResult:
-    ours = hasattr(error, "exit_status")
-    own_code = isinstance(error, UserCodeError) or not ours
+    is_ours = hasattr(error, "exit_status")
+    own_code = isinstance(error, UserCodeError) or not is_ours
     trace = getattr(error, "traceback_text", "") or (traceback.format_exc() if own_code else "")
     return CheckResult(
-        name, False, str(error) if ours else f"{type(error).__name__}: {error}", seconds, trace
+        name, False, str(error) if is_ours else f"{type(error).__name__}: {error}", seconds, trace
     )
 
 
@@ -197,7 +197,7 @@ class DryRun(ABC):
         if failed:
             raise PreflightError(f"none could be made: {failed[-1]['who']}: {failed[-1]['message']}")
         file = self.kept
-        size = sum(one.stat().st_size for one in file.parent.iterdir())
+        size = sum(entry.stat().st_size for entry in file.parent.iterdir())
         if file.parent.name == "final":
             return f"the run was over before it could be stopped; {size_text(size)} of final parameters"
         return f"{count(len(list(file.parent.iterdir())), 'file')}, {size_text(size)}, verified"
@@ -322,8 +322,8 @@ class ScriptDryRun(DryRun):
         by_node = {
             event["node"]: event["vectors_bytes"] for event in self.run.events if event["event"] == "memory"
         }
-        found: Mapping[str, int] = by_role(by_node).get(role, {})
-        return found
+        bytes_by_kind: Mapping[str, int] = by_role(by_node).get(role, {})
+        return bytes_by_kind
 
     @property
     def _vector_bytes(self) -> int:

@@ -91,13 +91,16 @@ class JobDryRun(DryRun):
             return "no samples are held out"
         parameters = load_file(self.kept)
         run = Run(parameters=parameters, model=self._model, data=data, metrics=metrics_of(self.job))
-        found = run.evaluate(_Few(data, TEST_SAMPLES))
+        evaluation = run.evaluate(_Few(data, TEST_SAMPLES))
         what = ", ".join(
             f"{name} {value:{form}}"
-            for name, value, form in (("accuracy", found.accuracy, ".1%"), ("loss", found.loss, ".4g"))
+            for name, value, form in (
+                ("accuracy", evaluation.accuracy, ".1%"),
+                ("loss", evaluation.loss, ".4g"),
+            )
             if value is not None
         )
-        return f"{what or 'outputs'} of {found.num_samples:,} held-out samples"
+        return f"{what or 'outputs'} of {evaluation.num_samples:,} held-out samples"
 
     def _time(self) -> str:
         pace = self.pace()

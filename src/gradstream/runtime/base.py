@@ -1,6 +1,6 @@
 """The `Runtime`: everything that a node uses besides arithmetic and the network.
 
-Node code is `async`, and takes time, tasks, compute, randomness and disk from its runtime alone.
+Node code is `async`, and takes time, tasks, compute, randomness and disk only from its runtime.
 `RealRuntime` uses asyncio and threads; `VirtualRuntime` runs the same coroutines on a clock that jumps to
 the next event, so that one seed gives one history, bit for bit.
 """
@@ -38,11 +38,11 @@ class Work:
         kind: "gradient", "apply", "copy", "reduce", "evaluate", ...: one of `simulation.KINDS`.
         samples: number of training samples that it processes.
         elems: number of vector elements that it processes.
-        passes: of "gradient": how many minibatches it computes one after the other.
-        brief: the work takes so little time (tens of microseconds) that a change of thread would cost more.
-        elsewhere: another thread computes while the runtime's thread waits; the CPU seconds of the
-            runtime's thread are not counted.
-        share: of a pass of a split model: the fraction of the whole model's arithmetic.
+        passes: for "gradient": how many minibatches it computes one after the other.
+        brief: whether the work takes so little time (tens of microseconds) that a change of thread would cost more.
+        elsewhere: whether another thread computes while the runtime's thread waits; the CPU seconds of the
+            runtime's thread are then not counted.
+        share: for a pass of a split model: the fraction of the whole model's arithmetic.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Storage(Protocol):
         """Adds records at a file's end in one write. Each record is written whole or not at all.
 
         Returns:
-            Number of records written, from the first: fewer than given where the disk has become full.
+            Number of records written, from the first: fewer than requested if the disk became full.
 
         Raises:
             OSError: no record was written; the disk is full or broken.
@@ -132,7 +132,7 @@ class Runtime(Protocol):
     stalls: Stalls
 
     def now(self) -> int:
-        """Monotonic time in nanoseconds. Only differences mean anything."""
+        """Monotonic time in nanoseconds. Only differences are meaningful."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -158,7 +158,7 @@ class Runtime(Protocol):
         ...
 
     def awake_ns(self) -> int:
-        """As `now`, without the time in which this node stood still."""
+        """As `now`, excluding the time in which this node stood still."""
         ...
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
@@ -187,7 +187,7 @@ class Runtime(Protocol):
     ) -> T:
         """Runs `fn(report)` off the loop (brief work: on it); `reads` and `writes` are lent to it until then.
 
-        Computations of one node and lane run one after the other, in the order asked for.
+        Computations of one node and lane run one after the other, in the order of the calls.
         Cancelling the awaiting task takes effect when `fn` has returned: memory is never
         given back while arithmetic still runs on it.
 
@@ -199,7 +199,7 @@ class Runtime(Protocol):
             milestones: the numbers that `fn` will report; a shape-only run reports these.
             on_progress: called on the loop with each number reported; by then the elements of
                 `writes` below that number are given back.
-            shape_only: value to return where no arithmetic is run.
+            shape_only: value to return if no arithmetic is run.
             lane: see `Lane`.
 
         Raises:
@@ -211,13 +211,13 @@ class Runtime(Protocol):
     async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
         """Runs `fn()` on a separate thread, in parallel with computations: for disks, which block.
 
-        One call runs at a time. As `compute`, it cannot be cancelled; the caller keeps the memory that it
+        One call runs at a time. Like `compute`, it cannot be cancelled; the caller keeps the memory that it
         reads and writes. A shape-only simulation runs nothing and returns None.
         """
         ...
 
     def random(self, purpose: str) -> random.Random:
-        """A generator that depends on the run's seed, the node and `purpose` alone."""
+        """A generator that depends only on the run's seed, the node and `purpose`."""
         ...
 
     def process_metrics(self, role: str) -> list[Event]:

@@ -1,8 +1,8 @@
-"""`Deadlines`: how long a run waits before it gives up, and all times that follow from these.
+"""`Deadlines`: how long a run waits before it gives up, and all time-outs derived from these.
 
 Membership, the streams of all carriers, and the carriers themselves take their time-outs from here. The
 time-out of a connection (`connection_s`) is longer than all others: so membership or a stream decides that a
-peer is lost, and no carrier cuts the connection before.
+peer is lost, and no carrier cuts the connection first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STILL = (
 
 
 def to_wait_longer(setting: str) -> str:
-    """What a user sets who wants a longer deadline, as it is typed in Python and on a command line."""
+    """How a user sets a longer deadline, in Python and on a command line."""
     return f"to wait longer: deadlines=gradstream.Deadlines({setting}=...), or --set deadlines.{setting}="
 
 
@@ -126,7 +126,7 @@ class Stalls:
         Args:
             since_ns: when this node last heard the peer, on the clock of the event loop.
             bound_ns: the longest silence allowed.
-            now_ns: the present time, on the same clock.
+            now_ns: the current time, on the same clock.
         """
         counted_ns, woke_ns = now_ns - since_ns, since_ns - bound_ns
         for begin_ns, end_ns in self._stalls:

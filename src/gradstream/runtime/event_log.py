@@ -69,7 +69,7 @@ _REMEDIES = {
 
 
 def disk_remedy(error: OSError) -> str:
-    """What a user can do about a system error of a folder: to make room helps only where the disk is full."""
+    """What a user can do about a system error of a folder: making room helps only if the disk is full."""
     remedies = (text for text, numbers in _REMEDIES.items() if error.errno in numbers)
     return next(remedies, "mend what the system says")
 
@@ -92,7 +92,7 @@ class EventLog:
     Args:
         node: name of the node in the event that reports losses.
         now: returns nanoseconds, for the time between two attempts.
-        tell: shows a sentence to the user who has started the run, without the disk.
+        tell: shows a sentence to the user who started the run, without using the disk.
         room_bytes: the most bytes of events that may wait.
     """
 

@@ -1,7 +1,7 @@
 """Real time: asyncio for waiting, a thread for each lane of arithmetic, the disk for files.
 
 torch and numpy release the GIL in their kernels, so the loop serves the network while a gradient is
-computed. `LoopLag` measures all the time how late the loop runs its timers.
+computed. `LoopLag` continuously measures how late the loop runs its timers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LoopLag:
 class OwnMemory:
     """Measures `own_bytes` of this process, and its maximum.
 
-    With shared memory the system needs long for the answer: it visits all pages, 20 ms for a gigabyte. So
+    With shared memory the system takes long to answer: it visits all pages, 20 ms for a gigabyte. So
     this measures again when the resident memory, which is known at once, has changed by `CHANGE`, and
     otherwise for at most `SHARE_OF_TIME` of the time.
 
@@ -133,10 +133,10 @@ def queued_s(thread: int | None) -> float | None:
 
 
 def own_bytes(*, shared: bool = False) -> int:
-    """Bytes of resident memory of this process that belong to no file; 0 where the system does not tell.
+    """Bytes of resident memory of this process that belong to no file; 0 if the system does not report them.
 
     Args:
-        shared: the process shares memory with others: a page that n processes have mapped counts as 1/n
+        shared: whether the process shares memory with others: a page that n processes have mapped then counts as 1/n
             (proportional set size), so that the sum over all processes is their common use.
     """
     names = ("Pss_Anon:", "Pss_Shmem:") if shared else ("RssAnon:", "RssShmem:")
@@ -191,7 +191,7 @@ class RealRuntime(Tasks):
         self._own_memory = OwnMemory(shared=isinstance(self.memory, SharedMemory))
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
-        self._thread: int | None = None  # of `_core`, where it belongs to this node alone
+        self._thread: int | None = None  # of `_core`, if it belongs to this node alone
         self.shares_thread = core is not None
         self._core = core or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix=f"{node}-compute", initializer=self._began

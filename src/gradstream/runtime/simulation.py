@@ -343,7 +343,7 @@ class SimulationConfig:
         for node in self.speeds.keys() - set(nodes):
             raise UnknownNameError("node in SimulationConfig.speeds", node, nodes)
         net = self.network
-        cut = {node for one in net.partitions for node in one.sources | one.targets}
+        cut = {node for partition in net.partitions for node in partition.sources | partition.targets}
         ends = {node for link in net.links for node in link}
         machines = {*net.machines.values(), *nodes}
         for where, names in {

@@ -43,7 +43,7 @@ class Tasks(ABC):
         """See `Runtime.call_later`."""
 
     def look(self) -> int:
-        """Returns the time, after it has noted in `stalls` a stall of this node that has just ended."""
+        """Notes in `stalls` a stall of this node that has just ended, and returns the time."""
         return self.now()
 
     def expire_after(self, seconds: float, callback: Callable[[], None]) -> Timer:
@@ -162,7 +162,7 @@ async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
 
 
 async def interrupt_on_cancel(future: asyncio.Future[T], interrupt: Callable[[], object]) -> T:
-    """As `finish_despite_cancel`, but a cancellation first calls what ends the thread's work early."""
+    """As `finish_despite_cancel`, but a cancellation first calls a function that ends the thread's work early."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -173,7 +173,7 @@ async def interrupt_on_cancel(future: asyncio.Future[T], interrupt: Callable[[],
 
 
 def release_then(loans: Loans, on_progress: Report) -> Report:
-    """Makes a report that first returns the written memory that is final."""
+    """Makes a report that first returns the part of the written memory that is final."""
 
     def progressed(elems: int) -> None:
         loans.release_below(elems)
@@ -187,7 +187,7 @@ def release_then(loans: Loans, on_progress: Report) -> Report:
 
 
 class Wakeup:
-    """Wakes the waiting tasks when it is rung; a ring with no waiting task is kept."""
+    """Wakes the waiting tasks when it is rung; a ring without waiting tasks is kept."""
 
     __slots__ = ("_event",)
 
@@ -215,8 +215,8 @@ class Wakeup:
 class Throttle(Generic[T]):
     """Passes on the first report at once, and then one every `every_s` seconds while more come.
 
-    A later report stands for all that came since the one before; `pass_on` gets the number of the others.
-    The count misses none: the last report that was held back is passed on at the end of its interval, or
+    A later report stands for all that came since the previous one; `pass_on` gets the number of the others.
+    The count is complete: the last report that was held back is passed on at the end of its interval, or
     when the throttle is closed.
 
     Args:
@@ -267,7 +267,7 @@ class Throttle(Generic[T]):
 
 
 # ---- silence -----------------------------------------------------------------------------
-# Waiting with a deadline that bounds the peer's silence, and not the wait.
+# Waiting with a deadline that bounds the peer's silence rather than the wait.
 
 
 class Broadcast:

@@ -81,7 +81,7 @@ def _interruptible() -> Iterator[None]:
 # `Suspension`: a simulated node stands still, as a process that was stopped, or with its whole machine.
 
 READ_NS = 1_000_000
-"""When the node goes on, expired timers fire first; so much later it reads the frames that wait."""
+"""When the node goes on, expired timers fire first; this much later it reads the waiting frames."""
 
 
 class _Clock(Protocol):
@@ -98,7 +98,7 @@ class Suspension:
         stalls: the node's; they take each suspension that the node notices.
 
     Attributes:
-        active: whether the node stands still now.
+        active: whether the node currently stands still.
         num_held: number of timers, results and frames that were held so far.
         missed_ns: time in which the node's own clock stood still as well.
     """
@@ -114,15 +114,15 @@ class Suspension:
         self._unread = deque[Callable[[], None]]()
 
     def begin(self) -> None:
-        """The node stands still from now on."""
+        """Makes the node stand still from now on."""
         self.active, self._since_ns = True, self._clock.now_ns
 
     def end(self, *, noticed: bool = True, with_clock: bool = False) -> None:
-        """The node goes on.
+        """Makes the node go on.
 
         Args:
-            noticed: it knows that it stood still; if not, it believes that others were silent.
-            with_clock: its clock stood still too, so there is nothing to notice, and timers are due later.
+            noticed: whether it knows that it stood still; if not, it believes that others were silent.
+            with_clock: whether its clock stood still too, so that there is nothing to notice, and timers are due later.
         """
         if not self.active:
             return
@@ -172,7 +172,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(InternalError):
-    """All tasks wait, and no timer is left: each waits for another one that waits too."""
+    """All tasks wait, and no timer is left: each waits for another task that waits too."""
 
 
 class _ClockTimer:
@@ -314,7 +314,7 @@ class VirtualCluster:
         return self._runtimes[node]
 
     def replace(self, node: str) -> VirtualRuntime:
-        """The runtime of a new process in the place of a killed node."""
+        """The runtime of a new process that replaces a killed node."""
         del self._runtimes[node]
         return self.runtime(node)
 
@@ -490,7 +490,7 @@ class VirtualRuntime(Tasks):
         return done
 
     def _later(self, after_ns: int, call: Callable[[], None]) -> None:
-        """Calls, also where the node is dead by then, since arithmetic cannot be interrupted."""
+        """Calls even if the node is dead by then, since arithmetic cannot be interrupted."""
         clock = self.cluster.clock
         clock.call_at(clock.now_ns + after_ns, partial(self.suspension.act, call))
 

@@ -50,7 +50,7 @@ class NoiseMeter:
     emit: Callable[[Event], None]
     _step: int = 0
     _samples: Sequence[int] = ()
-    _found: list[tuple[float, float]] = field(default_factory=list)
+    _squares: list[tuple[float, float]] = field(default_factory=list)
 
     def due(self, step: int) -> bool:
         """Whether the update of this number, from 1, is measured."""
@@ -66,15 +66,15 @@ class NoiseMeter:
             joined: sum of the squares of the joined gradient's elements in this piece.
         """
         if step != self._step:
-            self._step, self._samples, self._found = step, tuple(samples), []
+            self._step, self._samples, self._squares = step, tuple(samples), []
         if tuple(samples) != self._samples or not samples:  # one came to some pieces alone
             self._samples = ()
             return
         total = sum(samples)
-        squares = [(one.weight * total / one.samples) ** 2 * one.square for one in here]
-        self._found.append((math.fsum(squares) / len(samples), joined))
-        square, joined_square = (math.fsum(column) for column in zip(*self._found, strict=True))
-        if len(self._found) < self.pieces or not math.isfinite(square + joined_square):
+        squares = [(part.weight * total / part.samples) ** 2 * part.square for part in here]
+        self._squares.append((math.fsum(squares) / len(samples), joined))
+        square, joined_square = (math.fsum(column) for column in zip(*self._squares, strict=True))
+        if len(self._squares) < self.pieces or not math.isfinite(square + joined_square):
             return
         self.emit(
             NoiseEvent(

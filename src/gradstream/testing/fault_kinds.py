@@ -1,4 +1,4 @@
-"""The kinds of faults of a `FaultPlan`, as data. `testing.proxy` says what faults of links are between processes."""
+"""The kinds of faults of a `FaultPlan`, as data. `testing.proxy` describes faults of links between processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Departure:
     Args:
         node: name of the node, such as "worker-1".
         at_s: when, in seconds since the run began.
-        back_s: in a simulation, seconds until a new process takes its place; None: it is not replaced. Without effect
-            on real processes, which the launcher starts again.
+        back_s: in a simulation, seconds until a new process takes its place; None if it is not replaced. No effect
+            on real processes, which the launcher restarts.
     """
 
     node: str
@@ -38,7 +38,7 @@ class Kill(Departure):
 
 
 class Drain(Departure):
-    """A worker is asked to go, as by SIGTERM."""
+    """A worker is asked to leave, as by SIGTERM."""
 
     number = signal.SIGTERM
 
@@ -68,7 +68,7 @@ class Freeze(Spell):
 
 
 class DiskFull(Spell):
-    """The disk takes nothing. The coordinator's: its state and the run's files. Simulations only."""
+    """The disk is full. For the coordinator: its state and the run's files. Simulations only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Cut:
         source, target: names of the nodes; "*" for all others.
         at_s: when it begins, in seconds since the run began.
         for_s: how long, in seconds.
-        both: also in the other direction.
+        both: whether to cut the other direction, too.
     """
 
     source: str
@@ -102,7 +102,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A link from one node to another that is never good; between processes, from the `started` event on.
+    """A permanently bad link from one node to another; between processes, from the `started` event on.
 
     Args:
         source, target: names of the nodes.
@@ -135,7 +135,7 @@ class Corrupt(Flaw):
 
 
 class Reorder(Flaw):
-    """Frames take up to so many seconds longer, so that streams overtake one another."""
+    """Frames take up to this many seconds longer, so that streams overtake one another."""
 
     on_link = "jitter_s"
 
@@ -150,7 +150,7 @@ Fault: TypeAlias = Departure | Spell | Cut | Flaw
 
 
 # ---- drawn faults ------------------------------------------------------------------------
-# Draws mixtures of faults that a run has to survive while a worker is left.
+# Draws mixtures of faults that a run has to survive as long as a worker is left.
 
 OF_NODES = ("kill", "kill", "coordinator", "drain", "stop", "freeze", "slow", "disk")
 OF_LINKS = ("cut", "cut", "duplicate", "reorder", "lose", "corrupt")
@@ -163,7 +163,7 @@ class Scene:
     Args:
         workers: number of workers.
         shards: number of shards; 0 for a strategy without servers.
-        until_s: all faults begin before, in seconds.
+        until_s: all faults begin before this time, in seconds.
         lease_s: the run's `Deadlines.lease_s`: spells of workers and cuts are shorter than it, or half as long
             again; those of shards and of the coordinator are shorter.
         backups: whether shards have backups, so that one may be killed.
@@ -182,10 +182,10 @@ class Scene:
 
 
 def drawn_faults(rng: random.Random, scene: Scene) -> list[Fault]:
-    """Draws one to five faults of any kinds, and the death of a shard where that has a backup."""
+    """Draws one to five faults of any kinds, and the death of a shard if it has a backup."""
     faults = [_drawn(rng, scene) for _ in range(rng.randint(1, 5))]
-    if any(isinstance(one, DiskFull) for one in faults):  # nobody promises that it comes back then
-        faults = [one for one in faults if not (isinstance(one, Kill) and one.node == COORDINATOR)]
+    if any(isinstance(fault, DiskFull) for fault in faults):  # a restart is then not guaranteed
+        faults = [fault for fault in faults if not (isinstance(fault, Kill) and fault.node == COORDINATOR)]
     if scene.backups:
         shard = shard_name(rng.randrange(scene.shards))
         faults.append(Kill(shard, rng.uniform(0.02, scene.until_s), rng.uniform(0.0, 0.3)))
@@ -217,7 +217,7 @@ def _of_node(kind: str, worker: str, rng: random.Random, scene: Scene) -> Fault:
 
 
 def _of_link(kind: str, worker: str, rng: random.Random, scene: Scene) -> Fault:
-    others = [one for one in map(worker_name, range(scene.workers)) if one != worker]
+    others = [name for name in map(worker_name, range(scene.workers)) if name != worker]
     peer = rng.choice(scene.servers[1:] or others)
     match kind:
         case "cut":

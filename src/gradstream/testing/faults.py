@@ -5,7 +5,7 @@
     run = plan.on_processes(job, run_dir)                                       # on processes of this machine
     assert plan.fired                                                           # it did happen
 
-Of processes, signals strike the nodes, and a proxy in their path the links (`testing.proxy`).
+For processes, signals hit the nodes, and a proxy between them disturbs the links (`testing.proxy`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from gradstream.testing.process_faults import ProcessFaults
 from gradstream.transport.simulated.network import VirtualNetwork
 
 # ---- storage -----------------------------------------------------------------------------
-# A disk that fails for as long as a test says so.
+# A disk that fails for as long as a test wants it to.
 
 
 class FailingStorage(MemoryStorage):
@@ -72,12 +72,12 @@ class FailingStorage(MemoryStorage):
         self.num_failed = 0
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file; where it fails, the old content remains, as on a disk."""
+        """Writes a file; if it fails, the old content remains, as on a disk."""
         self._fail(path)
         super().write(path, data)
 
     def append(self, path: str, *records: bytes) -> int:
-        """Appends records; where it fails, some of them may still fit."""
+        """Appends records; if it fails, some of them may still fit."""
         if self.error and self.fits:
             fits, self.fits = min(self.fits, len(records)), 0
             return super().append(path, *records[:fits])
@@ -85,7 +85,7 @@ class FailingStorage(MemoryStorage):
         return super().append(path, *records)
 
     def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
-        """Writes the pieces; where it fails, the first of them is written."""
+        """Writes the pieces; if it fails, the first of them is written."""
         if self.error and self.error != errno.EROFS:
             super().patch(path, list(pieces)[:1])
         self._fail(path)
@@ -130,7 +130,7 @@ __all__ = [
 
 LOOK_S = 0.01
 AGAIN_S, AGAIN_LOOKS = 0.1, 40
-"""Seconds before another process is started in the place of one that has found no coordinator, and looks at it."""
+"""Seconds before another process replaces one that found no coordinator, and before it is checked."""
 
 
 @dataclass(slots=True)
@@ -142,14 +142,14 @@ class FaultPlan:
     """
 
     faults: Sequence[Fault] = ()
-    _struck: set[Fault] = field(default_factory=set)  # a process was there to be hit
+    _struck: set[Fault] = field(default_factory=set)  # faults that hit a process
     _parts: dict[Fault, set[Partition | tuple[str, str, str]]] = field(default_factory=dict)  # of a network
     _network: VirtualNetwork | None = None
     _disk: _Disk | None = None
 
     @classmethod
     def drawn(cls, seed: int, scene: Scene) -> FaultPlan:
-        """Draws one to five faults. A run survives any mixture of them while a worker is left.
+        """Draws one to five faults. A run survives any mixture of them as long as a worker is left.
 
         Args:
             seed: the same seed draws the same plan.
@@ -159,13 +159,15 @@ class FaultPlan:
 
     @property
     def fired(self) -> list[Fault]:
-        """The faults that did happen: a process was hit or held up, a link has lost, damaged or doubled something."""
+        """The faults that took effect: they hit or delayed a process, or a link lost or changed something."""
         network = set() if self._network is None else self._network.struck
-        return [one for one in self.faults if one in self._struck or self._parts.get(one, set()) & network]
+        return [
+            fault for fault in self.faults if fault in self._struck or self._parts.get(fault, set()) & network
+        ]
 
     @property
     def kinds(self) -> Counter[str]:
-        """Number of faults that did happen, by kind; a kill of the coordinator counts as "succession"."""
+        """Number of faults that took effect, by kind; a kill of the coordinator counts as "succession"."""
         return Counter(map(_kind, self.fired))
 
     # ---- on virtual time ----------------------------------------------------------------
@@ -178,25 +180,28 @@ class FaultPlan:
             names: names of all nodes, for "*".
         """
         partitions, links = list(config.network.partitions), dict(config.network.links)
-        for one in self.faults:
-            if isinstance(one, Cut):
-                sides = _ends(one.source, one.target, names)
-                ways = [sides, sides[::-1]] if one.both else [sides]
-                cuts = [Partition(one.at_s, one.at_s + one.for_s, *way) for way in ways]
+        for fault in self.faults:
+            if isinstance(fault, Cut):
+                sides = _ends(fault.source, fault.target, names)
+                directions = [sides, sides[::-1]] if fault.both else [sides]
+                cuts = [
+                    Partition(fault.at_s, fault.at_s + fault.for_s, *direction) for direction in directions
+                ]
                 partitions += cuts
-                self._parts[one] = {*cuts}
-            elif isinstance(one, Flaw):
-                ends = one.source, one.target
+                self._parts[fault] = {*cuts}
+            elif isinstance(fault, Flaw):
+                ends = fault.source, fault.target
                 link = links.get(ends, config.network.link_between(*ends))
-                links[ends] = replace(link, **{one.on_link: one.amount})
-                self._parts[one] = {(one.on_link, *ends)}
+                links[ends] = replace(link, **{fault.on_link: fault.amount})
+                self._parts[fault] = {(fault.on_link, *ends)}
         return replace(config, network=replace(config.network, partitions=partitions, links=links))
 
     @property
     def store(self) -> Callable[[str], StateStore] | None:
-        """Makes the coordinator's store, where a fault needs one; see `SimulatedCluster.run`."""
+        """Makes the coordinator's store, if a fault needs it; see `SimulatedCluster.run`."""
         ends = [
-            (one.source, one.target) if isinstance(one, Cut | Flaw) else (one.node,) for one in self.faults
+            (fault.source, fault.target) if isinstance(fault, Cut | Flaw) else (fault.node,)
+            for fault in self.faults
         ]
         return self._store if any(COORDINATOR in names for names in ends) else None
 
@@ -205,23 +210,23 @@ class FaultPlan:
         return self._disk
 
     async def __call__(self, cluster: SimulatedCluster) -> None:
-        """The faults of nodes: a plan is the `script` of `simulate`, also where it has faults of links alone."""
+        """The faults of nodes: a plan is the `script` of `simulate`, even if it has only faults of links."""
         self._network = cluster.network
         director = cluster.virtual.runtime("director")
         begun_ns = director.now()
-        timed = [one for one in self.faults if isinstance(one, Departure | Spell)]
-        for number, one in enumerate(sorted(timed, key=lambda one: one.at_s)):
-            await director.sleep(max(0.0, one.at_s - (director.now() - begun_ns) / 1e9))
-            if not cluster.is_running(one.node):
+        timed = [fault for fault in self.faults if isinstance(fault, Departure | Spell)]
+        for number, fault in enumerate(sorted(timed, key=lambda fault: fault.at_s)):
+            await director.sleep(max(0.0, fault.at_s - (director.now() - begun_ns) / 1e9))
+            if not cluster.is_running(fault.node):
                 continue
-            if isinstance(one, Spell):
-                director.spawn(self._endure(cluster, one), name=f"spell-{number}")
+            if isinstance(fault, Spell):
+                director.spawn(self._endure(cluster, fault), name=f"spell-{number}")
                 continue
-            self._struck.add(one)
-            (cluster.kill if isinstance(one, Kill) else cluster.drain)(one.node)
-            if one.back_s is not None:
-                cluster.successor_due |= one.node == COORDINATOR
-                director.spawn(self._bring_back(cluster, one), name=f"back-{number}")
+            self._struck.add(fault)
+            (cluster.kill if isinstance(fault, Kill) else cluster.drain)(fault.node)
+            if fault.back_s is not None:
+                cluster.successor_due |= fault.node == COORDINATOR
+                director.spawn(self._bring_back(cluster, fault), name=f"back-{number}")
 
     async def _bring_back(self, cluster: SimulatedCluster, fault: Departure) -> None:
         director = cluster.virtual.runtime("director")
@@ -238,7 +243,7 @@ class FaultPlan:
         cluster.successor_due &= fault.node != COORDINATOR
 
     async def _in_vain(self, cluster: SimulatedCluster, node: str) -> bool:
-        """Whether a new process has ended at once because the coordinator had died: a launcher starts another one."""
+        """Whether a new process ended at once because the coordinator had died: a launcher would start another one."""
         director = cluster.virtual.runtime("director")
         for _ in range(AGAIN_LOOKS):
             await director.sleep(LOOK_S)
@@ -252,7 +257,7 @@ class FaultPlan:
         return False
 
     async def _endure(self, cluster: SimulatedCluster, spell: Spell) -> None:
-        """Begins a spell, waits, and ends it. It has happened if something came later, longer or not at all."""
+        """Begins a spell, waits, and ends it. It took effect if something came later, took longer or did not happen."""
         director, node = cluster.virtual.runtime("director"), cluster.virtual.runtime(spell.node)
         storage = cluster.virtual.storage
 
@@ -296,10 +301,10 @@ class FaultPlan:
         listening: Listening | None = None,
         on_event: OnEvent | None = None,
     ) -> Run:
-        """Runs a job in processes of this machine, and strikes them from the run's `started` event on.
+        """Runs a job in processes of this machine, and injects the faults from the run's `started` event on.
 
         Args:
-            job: from a file. Faults of links need the carrier `tcp` or `grpc`, and nothing that passes links by.
+            job: from a file. Faults of links need the carrier `tcp` or `grpc`, and nothing that bypasses links.
             run_dir: a new or empty directory.
             listening: see `train`; its certificates make links encrypted. All nodes are on this machine.
             on_event: see `train`.
@@ -309,7 +314,7 @@ class FaultPlan:
 
         Raises:
             ConfigError: a fault is not possible here; nothing was started.
-            AssertionError: at the end, a fault has had no effect.
+            AssertionError: a fault has had no effect by the end.
             GradstreamError: the run failed.
         """
         strikes = ProcessFaults(self.faults, job, Path(run_dir))
@@ -317,7 +322,7 @@ class FaultPlan:
             run = strikes.run(listening, on_event)
         finally:
             self._struck |= strikes.struck
-        missed = [one for one in self.faults if one not in self._struck]
+        missed = [fault for fault in self.faults if fault not in self._struck]
         assert not missed, f"{len(missed)} of {len(self.faults)} faults had no effect: {missed}"
         return run
 
@@ -345,6 +350,6 @@ def _kind(fault: Fault) -> str:
 def _ends(source: str, target: str, names: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
     """The nodes on each side of a cut."""
     sides = [
-        frozenset(names) - {source, target} if one == "*" else frozenset({one}) for one in (source, target)
+        frozenset(names) - {source, target} if name == "*" else frozenset({name}) for name in (source, target)
     ]
     return sides[0], sides[1]

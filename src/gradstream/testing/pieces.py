@@ -188,9 +188,9 @@ async def tensors(pair: Pair) -> None:
             pair.near.recv("far", 2, got[1].all),
             pair.far.recv("near", 1, got[0].all),
         )
-        for one, other in zip(sent, got, strict=True):
-            expect(torch.equal(one.tensor, other.tensor), f"{elems} elements arrived changed")
-            expect(not (one.lent or other.lent), "a span is still lent")
+        for source, other in zip(sent, got, strict=True):
+            expect(torch.equal(source.tensor, other.tensor), f"{elems} elements arrived changed")
+            expect(not (source.lent or other.lent), "a span is still lent")
     doubles = Vector("sent", torch.randn(1000, dtype=torch.float64))
     into = Vector("got", torch.zeros(2000, dtype=torch.float64))
     await pair.runtime.gather(pair.near.send("far", 3, doubles.all), pair.far.recv("near", 3, into[500:1500]))

@@ -66,7 +66,7 @@ class ProcessFaults:
                 on_event(event)
 
         with ExitStack() as stack:
-            if any(isinstance(one, Cut | Flaw) for one in self._faults):
+            if any(isinstance(fault, Cut | Flaw) for fault in self._faults):
                 self._proxy = stack.enter_context(LinkProxy())
                 stack.callback(lambda proxy: self.struck.update(proxy.hits), self._proxy)
             cluster = stack.enter_context(ProxiedCluster(self._proxy, logs, environment, shards=shards))
@@ -84,7 +84,7 @@ class ProcessFaults:
         self._begun.wait()
         begun_s = time.monotonic()
         actions = [action for fault in self._faults for action in self._actions(fault)]
-        for at_s, action in sorted(actions, key=lambda one: one[0]):
+        for at_s, action in sorted(actions, key=lambda entry: entry[0]):
             if self._over.wait(max(0.0, begun_s + at_s - time.monotonic())):
                 break
             action()
@@ -92,7 +92,7 @@ class ProcessFaults:
             self._wake(fault)
 
     def _actions(self, fault: Fault) -> Iterator[tuple[float, Callable[[], None]]]:
-        """What is to be done for a fault, each with its time in seconds."""
+        """The actions of a fault, each with its time in seconds."""
         proxy = self._proxy
         if isinstance(fault, Departure | Stop):
             yield fault.at_s, partial(self._signal, fault)
@@ -106,13 +106,13 @@ class ProcessFaults:
 
     def _signal(self, fault: Departure | Stop) -> None:
         path = self._run_dir / "logs" / f"{fault.node}.log"
-        found = (
+        pids = (
             re.findall(rf"^{fault.node}: pid (\d+)", path.read_text(), re.MULTILINE) if path.is_file() else ()
         )
-        if found and _signal(int(found[-1]), fault.number):
+        if pids and _signal(int(pids[-1]), fault.number):
             self.struck.add(fault)
             if isinstance(fault, Stop):
-                self._standing[fault] = int(found[-1])
+                self._standing[fault] = int(pids[-1])
 
     def _wake(self, fault: Fault) -> None:
         if fault in self._standing:
@@ -130,33 +130,35 @@ def _signal(pid: int, number: int) -> bool:
 def _check(faults: Sequence[Fault], plan: RunPlan) -> None:
     """Raises ConfigError if a fault cannot happen to this run."""
     carrier, strategy = plan.job.carrier, plan.strategy
-    for one in faults:
-        ends = (one.source, one.target) if isinstance(one, Cut | Flaw) else (one.node,)
+    for fault in faults:
+        ends = (fault.source, fault.target) if isinstance(fault, Cut | Flaw) else (fault.node,)
         for name in ends:
-            if name not in plan.node_names and not (name == "*" and isinstance(one, Cut)):
+            if name not in plan.node_names and not (name == "*" and isinstance(fault, Cut)):
                 raise ConfigError(
-                    f"{one}: the run has no node {name!r}; expected one of {', '.join(plan.node_names)}"
+                    f"{fault}: the run has no node {name!r}; expected one of {', '.join(plan.node_names)}"
                 )
-        if isinstance(one, Departure | Stop):
+        if isinstance(fault, Departure | Stop):
             continue
-        if not isinstance(one, Cut | Flaw):
-            raise ConfigError(f"{one} is possible on virtual time alone: use `gs.simulate(..., script=plan)`")
+        if not isinstance(fault, Cut | Flaw):
+            raise ConfigError(
+                f"{fault} is possible on virtual time alone: use `gs.simulate(..., script=plan)`"
+            )
         if carrier not in ("tcp", "grpc"):
             raise ConfigError(
-                f"cannot inject {one} with carrier={carrier!r}: nodes of one machine then exchange through shared "
+                f"cannot inject {fault} with carrier={carrier!r}: nodes of one machine then exchange through shared "
                 "memory, and there is no connection to disturb; use carrier='tcp' or 'grpc'"
             )
         group = strategy.algorithm if isinstance(strategy, GroupStrategy) else ""
         if group in ("auto", "shared", "hierarchical") or isinstance(strategy, SharedMemoryStrategy):
             raise ConfigError(
-                f"{one} with {strategy}: it exchanges through shared memory on one machine, and not over links; "
+                f"{fault} with {strategy}: it exchanges through shared memory on one machine, and not over links; "
                 "name an algorithm that sends messages, AllReduce(algorithm='ring'), or use another strategy"
             )
-        if isinstance(one, Duplicate | Reorder) and (
+        if isinstance(fault, Duplicate | Reorder) and (
             carrier != "tcp" or COORDINATOR in ends or plan.job.connections > 1
         ):
             raise ConfigError(
-                f"{one} needs the frames of carrier='tcp' with connections=1, and links without the coordinator, "
+                f"{fault} needs the frames of carrier='tcp' with connections=1, and links without the coordinator, "
                 f"which has gRPC; got carrier={carrier!r}, connections={plan.job.connections}"
             )
 
@@ -250,14 +252,16 @@ def _state(pid: int) -> str:
 
 
 # ---- process tree ------------------------------------------------------------------------
-# The processes that a process has started, as /proc has them.
+# The processes that a process has started, according to /proc.
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all that it has started, of those that still run."""
+    """A process and all running processes that it has started."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(one) for thread in threads for one in (thread / "children").read_text().split()]
+        children = [
+            int(child_pid) for thread in threads for child_pid in (thread / "children").read_text().split()
+        ]
     except OSError:
         return []
-    return [pid, *(found for child in children for found in process_tree(child))]
+    return [pid, *(descendant for child in children for descendant in process_tree(child))]

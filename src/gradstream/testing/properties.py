@@ -1,7 +1,7 @@
 """The properties that every strategy must have, each with its check, on virtual time and with seeds.
 
 A check is a function of a strategy. It returns its figures in one line, and raises `BrokenPropertyError`
-where the property does not hold. The first line of its docstring is the property.
+if the property does not hold. The first line of its docstring is the property.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def documented(strategy: Strategy) -> str:
     """Its class says what it is."""
     cls = type(strategy)
     text = (cls.__dict__.get("__doc__") or "").strip()
-    if not text or text.startswith(f"{cls.__name__}("):  # written by dataclass where there is none
+    if not text or text.startswith(f"{cls.__name__}("):  # the default of dataclass
         raise BrokenPropertyError(
             f"class {cls.__name__} has no docstring: say what it does, formula and paper"
         )
@@ -93,7 +93,7 @@ def travels(strategy: Strategy) -> str:
 
 
 def _check_place(strategy: Strategy) -> None:
-    """Raises unless other processes find the class by its place. One of the job file itself has none."""
+    """Raises unless other processes find the class by its place. A class of the job file itself has none."""
     described = describe(strategy)
     if not described["class"]:
         return
@@ -102,11 +102,11 @@ def _check_place(strategy: Strategy) -> None:
             f"other processes do not find {described['class']}: define it at the top of a file"
         )
     try:
-        found = find_strategy(described["class"], described["fields"])
+        revived = find_strategy(described["class"], described["fields"])
     except ConfigError as error:
         raise BrokenPropertyError(f"other processes do not find it: {error}") from error
-    if found != strategy:
-        raise BrokenPropertyError(f"other processes find {found!r} at {described['class']}")
+    if revived != strategy:
+        raise BrokenPropertyError(f"other processes find {revived!r} at {described['class']}")
 
 
 # ---- arithmetic -----------------------------------------------------------------------------
@@ -129,18 +129,18 @@ def plain(strategy: Strategy) -> str:
 
 
 def _plainest(strategy: Strategy) -> Iterator[Strategy]:
-    """The setting that is declared; otherwise those made of the simplest values of each option."""
+    """The declared setting; otherwise settings made of the simplest values of each option."""
     declared: Mapping[str, Any] | None = strategy.plain
     if declared is not None:
         yield dataclasses.replace(cast(Any, strategy), **declared)
         return
     simple: dict[str, list[float]] = {}
     for entry in dataclasses.fields(cast(Any, strategy)):
-        given = getattr(strategy, entry.name)
-        if isinstance(given, bool):
-            simple[entry.name] = [given, not given]
-        elif isinstance(given, int | float):
-            simple[entry.name] = list(dict.fromkeys([given, type(given)(1), type(given)(0)]))
+        value = getattr(strategy, entry.name)
+        if isinstance(value, bool):
+            simple[entry.name] = [value, not value]
+        elif isinstance(value, int | float):
+            simple[entry.name] = list(dict.fromkeys([value, type(value)(1), type(value)(0)]))
     for values in itertools.islice(itertools.product(*simple.values()), 64):
         try:
             yield dataclasses.replace(cast(Any, strategy), **dict(zip(simple, values, strict=True)))
@@ -277,19 +277,21 @@ def pure_rule(strategy: Strategy) -> str:
 def repeatable(strategy: Strategy) -> str:
     """In a simulation the same seed gives the same bytes and the same events."""
     for seed in range(2):
-        one, other = (_learnt(strategy, seed) for _ in range(2))
-        if _bytes_of(one) != _bytes_of(other):
+        first, other = (_learnt(strategy, seed) for _ in range(2))
+        if _bytes_of(first) != _bytes_of(other):
             raise BrokenPropertyError(
                 f"two runs of seed {seed} end with different parameters: take time, tasks and randomness "
                 "from the worker's operations only"
             )
-        differing = next((a or b for a, b in itertools.zip_longest(one.events, other.events) if a != b), None)
+        differing = next(
+            (a or b for a, b in itertools.zip_longest(first.events, other.events) if a != b), None
+        )
         if differing is not None:
             raise BrokenPropertyError(
                 f"two runs of seed {seed} have different events: {differing}; take time, tasks and randomness from "
                 "the worker's operations only"
             )
-    return f"{len(one.events)} events"
+    return f"{len(first.events)} events"
 
 
 def seeded(strategy: Strategy) -> str:

@@ -1,11 +1,11 @@
-"""`LinkProxy`: carries all connections between the nodes of a run on this machine, and harms them as a network may.
+"""`LinkProxy`: carries all connections between the nodes of a run on this machine, and disturbs them like a network.
 
     worker-0 ──▶ 127.0.0.1:p ──▶ shard-0          one port p for each caller, called node and carrier
 
-A node that runs under `proxied_node` asks the proxy for the address at which it reaches a peer. What each fault does:
+A node that runs under `proxied_node` asks the proxy for the address at which it reaches a peer. The faults:
 
-Cut        holds what passes, also new connections and the ends of old ones, until it is over; then it arrives, as over
-           TCP. Neither side is told. Systems go on acknowledging bytes, unlike over a cut cable.
+Cut        holds what passes, including new connections and the ends of old ones, until it is over; then it arrives, as
+           over TCP. Neither side is told. Systems go on acknowledging bytes, unlike over a cut cable.
 SlowLink   delays all bytes
 Lose       with its probability, a piece is lost, and its connection breaks at once: the caller does not know whether
            its request arrived
@@ -49,7 +49,7 @@ COPY = 1 << 31
 LAG_S = 0.05
 """Mean time from a stream to its second delivery, in seconds."""
 STEP_S = 1e-6
-"""Between pieces that are due at once, so that they keep their order."""
+"""Time between pieces that are due at once, so that they keep their order."""
 LinkFault: TypeAlias = Cut | Flaw
 
 
@@ -64,12 +64,12 @@ class _Connection:
     caller: str
     called: str
     framed: bool
-    copied: dict[int, float] = field(default_factory=dict)  # by stream: so many seconds later it comes again
-    is_data: bool = False  # a data socket: no frames follow the greeting
-    checked: bool = False  # frames after the greeting have checksums
+    copied: dict[int, float] = field(default_factory=dict)  # by stream: after how many seconds it comes again
+    is_data: bool = False  # whether it is a data socket: no frames follow the greeting
+    checked: bool = False  # whether frames after the greeting have checksums
 
 
-class _Way:
+class _Direction:
     """One direction of a connection: delivers pieces when they are due, and those of one stream in their order."""
 
     def __init__(self, source: str, target: str, writer: asyncio.StreamWriter) -> None:
@@ -110,10 +110,10 @@ class _Way:
 
 
 class LinkProxy:
-    """The proxy, on a thread of its own, for as long as its context lasts.
+    """The proxy, on its own thread, for as long as its context lasts.
 
     Args:
-        seed: of what is hit.
+        seed: seed of the choice of what is hit.
 
     Attributes:
         address: where nodes ask for addresses.
@@ -127,7 +127,7 @@ class LinkProxy:
         self._active: dict[LinkFault, None] = {}
         self._ports: dict[tuple[str, ...], asyncio.Task[str]] = {}
         self._servers: list[asyncio.Server] = []
-        # asyncio refers to a task whose connection is lost by weak references alone: it may vanish with its other way.
+        # asyncio holds a task whose connection is lost only by weak references: it may vanish with its other direction.
         self._serving: set[asyncio.Task[Any] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link-proxy", daemon=True)
@@ -145,11 +145,11 @@ class LinkProxy:
         self._loop.close()
 
     def begin(self, fault: LinkFault) -> None:
-        """Harms a link from now on."""
+        """Disturbs a link from now on."""
         self._do(self._change(fault, on=True))
 
     def end(self, fault: LinkFault) -> None:
-        """Mends it."""
+        """Repairs a link."""
         self._do(self._change(fault, on=False))
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -208,49 +208,55 @@ class LinkProxy:
             far_reader, far_writer = await asyncio.open_connection(host.strip("[]"), port)
             writers.append(far_writer)
             connection = _Connection(caller, called, framed)
-            there, back = _Way(caller, called, far_writer), _Way(called, caller, writer)
+            there, back = _Direction(caller, called, far_writer), _Direction(called, caller, writer)
             both = self._carry(connection, there, reader), self._carry(connection, back, far_reader)
             await asyncio.gather(*both)
         except (OSError, _HangUp):
-            for one in writers:
-                one.transport.abort()
+            for end in writers:
+                end.transport.abort()
         finally:
             self._serving.discard(task)
-            for one in writers:
-                one.close()
+            for end in writers:
+                end.close()
 
-    async def _carry(self, connection: _Connection, way: _Way, reader: asyncio.StreamReader) -> None:
-        """Carries one direction: frames where there are frames, else what comes."""
+    async def _carry(
+        self, connection: _Connection, direction: _Direction, reader: asyncio.StreamReader
+    ) -> None:
+        """Carries one direction: frame by frame if there are frames, else as it comes."""
         framed, prefix_bytes = connection.framed, PREFIX.size
         try:
             while framed:
                 prefix = await reader.readexactly(prefix_bytes)
                 stream, _, header_bytes, payload_bytes = PREFIX.unpack_from(prefix)
                 rest = await reader.readexactly(header_bytes + payload_bytes)
-                await self._pass(connection, way, stream, prefix, rest)
+                await self._pass(connection, direction, stream, prefix, rest)
                 if stream == GREETING and _ends_greeting(connection, rest):
                     framed = not connection.is_data
                     prefix_bytes = SEALED_BYTES if connection.checked else PREFIX.size
             while piece := await reader.read(PIECE_BYTES):
-                await self._pass(connection, way, GREETING, b"", piece)
+                await self._pass(connection, direction, GREETING, b"", piece)
         except asyncio.IncompleteReadError:
             pass
         except OSError:
-            await self._pass_cuts(way.source, way.target)
+            await self._pass_cuts(direction.source, direction.target)
             raise
-        await self._pass_cuts(way.source, way.target)
-        await way.end()
+        await self._pass_cuts(direction.source, direction.target)
+        await direction.end()
 
     async def _pass(
-        self, connection: _Connection, way: _Way, stream: int, prefix: bytes, rest: bytes
+        self, connection: _Connection, direction: _Direction, stream: int, prefix: bytes, rest: bytes
     ) -> None:
         """Passes on a piece; for a frame, `prefix` holds its numbers."""
-        await self._pass_cuts(way.source, way.target)
+        await self._pass_cuts(direction.source, direction.target)
         if stream >= COPY:
             return  # an answer to a second delivery
-        await self._copy(connection, way, stream, prefix, rest)
+        await self._copy(connection, direction, stream, prefix, rest)
         piece, delay_s, reorders = prefix + rest, 0.0, None
-        for fault in [one for one in self._active if (one.source, one.target) == (way.source, way.target)]:
+        for fault in [
+            fault
+            for fault in self._active
+            if (fault.source, fault.target) == (direction.source, direction.target)
+        ]:
             if isinstance(fault, SlowLink):
                 delay_s += fault.amount
                 self.hits[fault] += 1
@@ -263,39 +269,39 @@ class LinkProxy:
                     raise _HangUp
                 at = self._rng.randrange(len(piece))
                 piece = piece[:at] + bytes([piece[at] ^ 1 << self._rng.randrange(8)]) + piece[at + 1 :]
-        if await way.deliver(stream, piece, delay_s) and reorders is not None:
+        if await direction.deliver(stream, piece, delay_s) and reorders is not None:
             self.hits[reorders] += 1
 
     async def _copy(
-        self, connection: _Connection, way: _Way, stream: int, prefix: bytes, rest: bytes
+        self, connection: _Connection, direction: _Direction, stream: int, prefix: bytes, rest: bytes
     ) -> None:
         """Delivers a frame of a caller again, later, where its stream is drawn to come twice."""
-        if not prefix or way.source != connection.caller or stream == GREETING:
+        if not prefix or direction.source != connection.caller or stream == GREETING:
             return
         is_first = PREFIX.unpack_from(prefix)[1] == 0
-        for fault in [one for one in self._active if isinstance(one, Duplicate) and is_first]:
+        for fault in [fault for fault in self._active if isinstance(fault, Duplicate) and is_first]:
             ends = fault.source, fault.target
-            if ends == (way.source, way.target) and self._rng.random() < fault.amount:
+            if ends == (direction.source, direction.target) and self._rng.random() < fault.amount:
                 connection.copied[stream] = self._rng.expovariate(1 / LAG_S)
                 self.hits[fault] += 1
         if stream in connection.copied:
             again = _numbered(prefix, stream + COPY) + rest
-            await way.deliver(stream + COPY, again, connection.copied[stream] + STEP_S)
+            await direction.deliver(stream + COPY, again, connection.copied[stream] + STEP_S)
 
     async def _pass_cuts(self, source: str, target: str) -> None:
-        """Returns once no cut holds what goes from one node to another."""
-        while cuts := [one for one in self._active if isinstance(one, Cut) and _cuts(one, source, target)]:
+        """Returns once no cut holds traffic from one node to another."""
+        while cuts := [cut for cut in self._active if isinstance(cut, Cut) and _cuts(cut, source, target)]:
             self.hits.update(cuts)
             await self._changed.wait()
 
 
 def _cuts(cut: Cut, source: str, target: str) -> bool:
-    ways = [(cut.source, cut.target), (cut.target, cut.source)][: 1 + cut.both]
-    return any(one in ("*", source) and other in ("*", target) for one, other in ways)
+    directions = [(cut.source, cut.target), (cut.target, cut.source)][: 1 + cut.both]
+    return any(start in ("*", source) and other in ("*", target) for start, other in directions)
 
 
 def _ends_greeting(connection: _Connection, frame_bytes: bytes) -> bool:
-    """Whether this is the last frame of the greeting in its direction; notes what the caller says of the connection."""
+    """Whether this frame ends the greeting in its direction; notes what the caller says of the connection."""
     frame, _ = decode(frame_bytes)
     if frame.HasField("greeting"):
         connection.is_data, connection.checked = bool(frame.greeting.line), frame.greeting.checked
@@ -321,7 +327,7 @@ class ProxiedCluster(LocalCluster):
     """The processes of a run, whose connections go through a proxy.
 
     Args:
-        proxy: a running one; None for none.
+        proxy: a running proxy; None for none.
         logs, environment, shards: see `LocalCluster`.
     """
 
@@ -345,8 +351,11 @@ def main(argv: list[str]) -> int:
 
     def know_proxied(self: RoutedEndpoint, peer: str, address: str) -> None:
         offer = CarrierOffer.parse(address)
-        ways = {name: _ask(via, self.identity.name, peer, name, one) for name, one in offer.addresses.items()}
-        know(self, peer, str(CarrierOffer(ways)))
+        addresses = {
+            name: _ask(via, self.identity.name, peer, name, address)
+            for name, address in offer.addresses.items()
+        }
+        know(self, peer, str(CarrierOffer(addresses)))
 
     EndpointCore.leaves_machine = staticmethod(lambda own, peer: True)  # so that there are checksums
     RoutedEndpoint.know = know_proxied  # type: ignore[method-assign]

@@ -53,7 +53,7 @@ def count_tokens(**options: Any) -> Run:
     Args:
         options: as for `simulate`; they replace these.
     """
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "optimizer": SGD(lr=1.0),
         "workers": 3,
         "servers": 2,
@@ -62,7 +62,7 @@ def count_tokens(**options: Any) -> Run:
         "deadlines": QUICK,
         "config": UNSTEADY,
     }
-    return simulate(Tokens(num_chunks=3), numbered(NUM_SAMPLES), **{**given, **options})
+    return simulate(Tokens(num_chunks=3), numbered(NUM_SAMPLES), **{**defaults, **options})
 
 
 def least_squares(
@@ -140,10 +140,10 @@ def slow(num_samples: int, *, pause_s: float = 0.01, until: Path | None = None) 
     model, data = least_squares(num_samples, 2000)
     inner: Any = model.gradient
 
-    def gradient(*given: Any, **options: Any) -> Any:
+    def gradient(*arguments: Any, **options: Any) -> Any:
         if until is None or not until.exists():
             time.sleep(pause_s)  # noqa: TID251  # as the user's own code may
-        return inner(*given, **options)
+        return inner(*arguments, **options)
 
     model.gradient = gradient  # type: ignore[method-assign]
     return model, data

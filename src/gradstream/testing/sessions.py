@@ -31,7 +31,7 @@ def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: o
         options: options of `gradstream.join`: strategy, servers, deadlines, ...
 
     Raises:
-        Exception: the error of the worker that failed first, not one that another worker got because of it.
+        Exception: the error of the worker that failed first, rather than one that it caused on another worker.
     """
     with tempfile.TemporaryDirectory() as folder:
         job: Job = dataclasses.replace(
@@ -42,19 +42,19 @@ def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: o
         )
         host = Host(job, processes=False)
         spec, coordinator = host.start()
-        given = handed_out(spec)
-        places = [WorkerPlacement(rank, workers, spec, coordinator, given) for rank in range(workers)]
+        credentials = handed_out(spec)
+        places = [WorkerPlacement(rank, workers, spec, coordinator, credentials) for rank in range(workers)]
         loops = [_LoopThread(loop, place) for place in places]
-        for one in loops:
-            one.thread.start()
-        for one in loops:
-            one.thread.join()
+        for worker in loops:
+            worker.thread.start()
+        for worker in loops:
+            worker.thread.join()
         host.join()
-    failed = sorted((one for one in loops if one.error is not None), key=lambda one: one.session.aborted)
+    failed = sorted((loop for loop in loops if loop.error is not None), key=lambda loop: loop.session.aborted)
     if failed:
         assert failed[0].error is not None
         raise failed[0].error
-    return [one.result for one in loops]
+    return [loop.result for loop in loops]
 
 
 class _LoopThread(Generic[T]):

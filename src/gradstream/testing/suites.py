@@ -102,7 +102,9 @@ class BrokenPropertiesError(AssertionError):
     """A strategy lacks properties; the message names each, and `report` has all results."""
 
     def __init__(self, report: StrategyReport) -> None:
-        broken = "\n".join(f"  {one.name}: {one.says}\n    But: {one.seen}" for one in report.broken)
+        broken = "\n".join(
+            f"  {result.name}: {result.says}\n    But: {result.seen}" for result in report.broken
+        )
         super().__init__(
             f"{report.strategy} breaks {len(report.broken)} of {len(report.results)} properties:\n{broken}"
         )

@@ -43,12 +43,12 @@ def bad_world(workers: int, servers: int) -> SimulationConfig:
     Without servers, it delivers messages between workers late and in any order: a group that loses a message or
     gets one twice is broken, and says so.
     """
-    ends = [(f"worker-{one}", f"shard-{other}") for one in range(workers) for other in range(servers)]
+    ends = [(f"worker-{rank}", f"shard-{other}") for rank in range(workers) for other in range(servers)]
     ends = ends or list(itertools.combinations((f"worker-{rank}" for rank in range(workers)), 2))
     bad = Link(latency_s=1e-3, jitter_s=4e-3, loss=0.02, duplicate=0.5)
     if not servers:
         bad = Link(latency_s=1e-3, jitter_s=4e-3)
-    links = {pair: bad for one, other in ends for pair in ((one, other), (other, one))}
+    links = {pair: bad for source, other in ends for pair in ((source, other), (other, source))}
     return SimulationConfig(costs=COSTS, network=Network(links=links))
 
 
@@ -126,10 +126,10 @@ class RecordedRule(AggregationRule):
         self._same("due", answer, list(self._rule.due(version, list(parked))))
         if len(set(answer)) < len(answer):
             self._record.fault("due chooses one contribution twice")
-        strange = [one for one in answer if one not in parked]
+        strange = [rank for rank in answer if rank not in parked]
         if strange:
             self._record.fault(f"due chooses a contribution that is not parked: {strange[0]}")
-        return [one for one in dict.fromkeys(answer) if one in parked]
+        return [rank for rank in dict.fromkeys(answer) if rank in parked]
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """See `AggregationRule`."""
@@ -193,7 +193,9 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
             own["train"] = train
     made: Any = object.__new__(type(cls.__name__, (cls,), {**own, "__module__": cls.__module__}))
     plain = dict(strategy.plain or {}) if isinstance(strategy, PeerStrategy) and record.unweighted else {}
-    plain.pop("every", None)  # only outer steps are made plain, so that each worker's way is in the mean once
+    plain.pop(
+        "every", None
+    )  # only outer steps are made plain, so that each worker's pseudo-gradient counts once
     for name in (entry.name for entry in dataclasses.fields(cast(Any, strategy))):
         object.__setattr__(made, name, plain.get(name, getattr(strategy, name)))
     return cast(Strategy, made)
@@ -306,8 +308,8 @@ def token_run(
 ) -> TrialOutcome:
     """Runs a trial in which the samples in the model can be counted; see `Tokens`.
 
-    Where the model is the mean of W workers' parameters, each worker makes steps W times as long. `reduction` is what
-    the model says of its gradients: whoever computes the parts of several workers adds sums up, and weighs means.
+    If the model is the mean of W workers' parameters, each worker makes steps W times as long. `reduction` is the
+    model's declaration about its gradients: whoever computes the parts of several workers adds sums, and weighs means.
     """
     model = Tokens(num_chunks=4)
     model.reduction = reduction

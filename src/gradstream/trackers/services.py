@@ -66,9 +66,9 @@ class _Tracker(ABC):
         self._close(figures, failed=run.summary["failed"] is not None)
 
     def _points(self, event: EventDict) -> list[Points]:
-        found = sorted(self._scalars.update(event), key=lambda point: point.samples)
-        by_samples = itertools.groupby(found, lambda point: point.samples)
-        return [Points({one.tag: one.value for one in group}, samples) for samples, group in by_samples]
+        points = sorted(self._scalars.update(event), key=lambda point: point.samples)
+        by_samples = itertools.groupby(points, lambda point: point.samples)
+        return [Points({point.tag: point.value for point in group}, samples) for samples, group in by_samples]
 
     @abstractmethod
     def _open(self, module: Any, info: dict[str, Any]) -> None: ...
@@ -141,7 +141,7 @@ class Trackio(_Tracker):
 
 _TRACKERS: Mapping[str, Callable[[], Any]] = {
     "tensorboard": TensorBoard,
-    **{one.package: one for one in (Wandb, MLflow, Trackio)},
+    **{tracker.package: tracker for tracker in (Wandb, MLflow, Trackio)},
 }
 
 

@@ -167,7 +167,7 @@ class RoutedEndpoint(Endpoint):
         self._offers: dict[str, CarrierOffer] = {}
         self._detours: Detours | None = None
         self.identity = self._main.identity
-        self.connections = max(one.connections for one in carriers.values())
+        self.connections = max(carrier.connections for carrier in carriers.values())
         self.protected = self._main.protected
         self.runtime = self._main.runtime
 
@@ -196,7 +196,9 @@ class RoutedEndpoint(Endpoint):
         """See `Endpoint.start`."""
         for carrier in self._carriers.values():
             await carrier.start()
-        self._offer = CarrierOffer({name: one.address for name, one in self._carriers.items()}, self._host)
+        self._offer = CarrierOffer(
+            {name: endpoint.address for name, endpoint in self._carriers.items()}, self._host
+        )
         self.address = str(self._offer)
 
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
@@ -219,14 +221,14 @@ class RoutedEndpoint(Endpoint):
         """
         if not address:
             return  # it serves nothing, like workers in other languages
-        theirs = CarrierOffer.parse(address)
-        chosen, before = choose(self._offer, theirs), self._routes.get(peer)
-        self._offers[peer] = theirs
+        offer = CarrierOffer.parse(address)
+        chosen, before = choose(self._offer, offer), self._routes.get(peer)
+        self._offers[peer] = offer
         if self._detours is not None and chosen != "shm":
-            self._detours.know(peer, theirs.addresses["grpc"])
+            self._detours.know(peer, offer.addresses["grpc"])
             if self._detours.entry(peer) is not None:
                 return
-        self._take(peer, chosen, theirs.addresses[chosen], before)
+        self._take(peer, chosen, offer.addresses[chosen], before)
 
     def _take(self, peer: str, chosen: str, address: str, before: str | None) -> None:
         if before is not None and before != chosen:

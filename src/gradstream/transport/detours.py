@@ -74,12 +74,12 @@ async def tunnel(runtime: Runtime, line: Line, stream: Stream, silence_s: float)
         line.writer.close()
 
 
-async def join(runtime: Runtime, one: Line, other: Line) -> None:
+async def join(runtime: Runtime, first: Line, other: Line) -> None:
     """Forwards bytes between two connections, both ways, until both have ended; closes both."""
     try:
-        await runtime.gather(_copy(one, other), _copy(other, one))
+        await runtime.gather(_copy(first, other), _copy(other, first))
     finally:
-        one.writer.close()
+        first.writer.close()
         other.writer.close()
 
 
@@ -133,7 +133,7 @@ class Detours:
         self._silence_s = silence_s
         self._me = grpc.identity.name
         self._hosts: dict[str, str] = {}  # of peers, as they report them
-        self._ways: dict[
+        self._searches: dict[
             str, tuple[str, asyncio.Task[str | None]]
         ] = {}  # by peer: its address, and its entry
         self._servers: dict[str, asyncio.Server] = {}  # entries, by peer; and "", where nodes dial back
@@ -155,7 +155,7 @@ class Detours:
     def know(self, peer: str, address: str) -> None:
         """Notes the address of a peer for gRPC. The first peer shows that this node is a member, and can be called."""
         self._hosts[peer] = host_and_port(address)[0]
-        if peer in self._ways and self._ways[peer][0] != address:
+        if peer in self._searches and self._searches[peer][0] != address:
             self._forget(peer)
         if peer != COORDINATOR and self._me != COORDINATOR and not self._attending:
             self._attending = True
@@ -163,7 +163,7 @@ class Detours:
 
     def entry(self, peer: str) -> str | None:
         """Address of the entry of the detour to a peer; None if there is no detour."""
-        _, finding = self._ways.get(peer, ("", None))
+        _, finding = self._searches.get(peer, ("", None))
         ended = finding is not None and finding.done() and not finding.cancelled()
         return finding.result() if finding is not None and ended and not finding.exception() else None
 
@@ -177,10 +177,10 @@ class Detours:
         """
         if peer == COORDINATOR:
             return None
-        if peer not in self._ways:
-            self._ways[peer] = address, self._spawn(self._find(peer, address, others), f"way to {peer}")
+        if peer not in self._searches:
+            self._searches[peer] = address, self._spawn(self._find(peer, address, others), f"way to {peer}")
         # It is cancelled if the address changes meanwhile, but this caller is not.
-        await asyncio.gather(asyncio.shield(self._ways[peer][1]), return_exceptions=True)
+        await asyncio.gather(asyncio.shield(self._searches[peer][1]), return_exceptions=True)
         return self.entry(peer)
 
     async def close(self) -> None:
@@ -197,17 +197,19 @@ class Detours:
         if await self._is_dialled(peer, address, others):
             return None
         try:
-            way = await self._call(peer)
+            connection = await self._call(peer)
         except (GradstreamError, OSError) as error:
             _log.warning(
                 "%s: no way to %s, which cannot be dialled at %s: %s", self._me, peer, address, error
             )
-            self._ways.pop(peer, None)  # the attempt to dial reports what is wrong; later there may be a way
+            self._searches.pop(
+                peer, None
+            )  # the attempt to dial reports what is wrong; later there may be a way
             return None
-        if isinstance(way, Line):
-            way.writer.close()
+        if isinstance(connection, Line):
+            connection.writer.close()
         else:
-            way.cancel("there is a way")
+            connection.cancel("there is a way")
         self._servers[peer] = entry = await self._listen("127.0.0.1", lambda line: self._enter(peer, line))
         self._grpc.detoured.add(peer)
         return f"127.0.0.1:{_port_of(entry)}"
@@ -332,14 +334,14 @@ class Detours:
 
     # ---- both -----------------------------------------------------------------------------------
 
-    async def _carry(self, line: Line, way: Line | Stream) -> None:
-        if isinstance(way, Line):
-            await join(self._runtime, line, way)
+    async def _carry(self, line: Line, connection: Line | Stream) -> None:
+        if isinstance(connection, Line):
+            await join(self._runtime, line, connection)
         else:
-            await tunnel(self._runtime, line, way, self._silence_s)
+            await tunnel(self._runtime, line, connection, self._silence_s)
 
     def _forget(self, peer: str) -> None:
-        _, finding = self._ways.pop(peer)
+        _, finding = self._searches.pop(peer)
         finding.cancel()
         self._grpc.detoured.discard(peer)
         self._closed_to.discard(peer)

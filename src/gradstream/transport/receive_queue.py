@@ -80,7 +80,7 @@ class Intakes:
         if members is not None and members.get(caller.name) != caller.incarnation:
             caller = _OTHERS  # not a member (any more), or another node with a member's name
         elif caller not in self._of and len(self._of) > LIMITS.sessions:
-            self._of = {name: one for name, one in self._of.items() if not one.is_blank}
+            self._of = {name: intake for name, intake in self._of.items() if not intake.is_blank}
             if members is None and len(self._of) > LIMITS.sessions:
                 caller = _OTHERS  # many names gain nothing before the members are known
         if caller not in self._of:
@@ -133,7 +133,7 @@ class ReceiveQueue:
         """Counts what waits now, and everything that comes, as another peer's."""
         if intake is self._intake:
             return
-        waiting = sum(_size_bytes(one) for one in self._frames)
+        waiting = sum(_size_bytes(frame) for frame in self._frames)
         if self._intake is not None:
             self._intake.unread_bytes -= waiting
         intake.unread_bytes += waiting

@@ -106,7 +106,7 @@ class Shown:
         if pem not in _read:
             certificate = x509.load_pem_x509_certificate(pem)
             names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-            name = ", ".join(str(one.value) for one in names)
+            name = ", ".join(str(name.value) for name in names)
             if len(_read) >= _FORGET:
                 _read.clear()
             _read[pem] = cls(name, certificate.fingerprint(hashes.SHA256()), certificate.not_valid_after_utc)

@@ -52,7 +52,7 @@ class Mailbox:
     def keep_senders(self, members: Mapping[str, int]) -> None:
         """Sets the incarnations of the run's members, and frees what is kept for other senders."""
         self._members = members
-        self._windows = {sender: one for sender, one in self._windows.items() if self.knows(*sender)}
+        self._windows = {sender: window for sender, window in self._windows.items() if self.knows(*sender)}
 
     def knows(self, sender: str, incarnation: int) -> bool:
         """Whether a sender is a member; before the members are known, every sender is."""

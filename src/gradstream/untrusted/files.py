@@ -176,9 +176,9 @@ def _check_depth(value: Any, max_depth: int) -> None:
     for _ in range(max_depth):
         level = [
             inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for node in level
+            if isinstance(node, dict | list)
+            for inner in (node.values() if isinstance(node, dict) else node)
             if isinstance(inner, dict | list)
         ]
         if not level:

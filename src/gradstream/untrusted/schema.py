@@ -77,11 +77,11 @@ def _check_of(hint: Any) -> Check:
     if hint is Any:
         return lambda value: None
     if origin in (Union, types.UnionType):
-        return _any_of([_check_of(one) for one in inner])
+        return _any_of([_check_of(hint) for hint in inner])
     if origin is Literal:
         return lambda value: None if value in inner else f"{_shown(value)}, expected one of {inner}"
     if origin is tuple and inner[-1:] != (Ellipsis,):
-        return _tuple([_check_of(one) for one in inner])
+        return _tuple([_check_of(hint) for hint in inner])
     base = origin or hint
     if base in _PLAIN:
         return _PLAIN[base]
@@ -97,8 +97,8 @@ def _check_of(hint: Any) -> Check:
 def _any_of(checks: list[Check]) -> Check:
     def check(value: Any) -> str | None:
         wrongs = []
-        for one in checks:
-            wrong = one(value)
+        for check in checks:
+            wrong = check(value)
             if wrong is None:
                 return None
             wrongs.append(wrong)
@@ -139,7 +139,7 @@ def _tuple(checks: list[Check]) -> Check:
     def check(value: Any) -> str | None:
         if not isinstance(value, list | tuple) or len(value) != len(checks):
             return f"{_shown(value)}, expected a list of {len(checks)}"
-        wrongs = (one(entry) for one, entry in zip(checks, value, strict=True))
+        wrongs = (check(entry) for check, entry in zip(checks, value, strict=True))
         return next((wrong for wrong in wrongs if wrong is not None), None)
 
     return check

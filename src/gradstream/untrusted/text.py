@@ -33,7 +33,9 @@ def escaped(text: str, limit_bytes: int, *, newlines: bool = False) -> str:
     """
     cut = text[:limit_bytes]
     if not cut.isprintable():
-        cut = "".join(one if one.isprintable() or (newlines and one == "\n") else _escape(one) for one in cut)
+        cut = "".join(
+            char if char.isprintable() or (newlines and char == "\n") else _escape(char) for char in cut
+        )
     data = cut.encode()
     if len(cut) >= len(text) and len(data) <= limit_bytes:
         return cut
@@ -104,8 +106,8 @@ def counted(text: str, more: int, limit_bytes: int = LINE_BYTES) -> str:
     return escaped(text, limit_bytes - len(behind)) + behind
 
 
-def _escape(one: str) -> str:
-    return one.encode("unicode_escape").decode("ascii")
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 # ---- names -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`Member`: a node's side of membership. It joins, beats, hears notices, and learns how the run ended.
+"""`Member`: a node's side of membership. It joins, sends beats, receives notices, and learns how the run ended.
 
 Shards and workers use the same `Member`. All its reports have reached the coordinator when `leave` returns.
 """
@@ -31,11 +31,11 @@ from gradstream.wire import v1
 from gradstream.wire.frames import itemsize_bytes
 
 GATHER_S = 0.25
-"""How long reports wait for others that go out in the same beat, where the deadlines allow it."""
+"""How long reports wait for others to go out in the same beat, if the deadlines allow it."""
 
 
 class RunAbortedError(GradstreamError):
-    """The coordinator has ended the run because of a node, this or another.
+    """The coordinator has ended the run because of a node, this one or another.
 
     Args:
         error: name of the class of its exception.
@@ -57,7 +57,7 @@ class PhaseOverError(RunStoppedError):
     """A phase of the job is over, and the run goes on with the next one.
 
     Args:
-        next_boundary: number of boundaries of the run before that phase, this one included.
+        next_boundary: number of the run's phase boundaries before that phase, including this one.
     """
 
     def __init__(self, next_boundary: int) -> None:
@@ -66,7 +66,7 @@ class PhaseOverError(RunStoppedError):
 
 
 class DrainedError(GradstreamError):
-    """This node was asked to go, and has left the run; the others go on."""
+    """This node was asked to leave, and has left the run; the others go on."""
 
 
 class Member(Reporter):
@@ -78,8 +78,8 @@ class Member(Reporter):
         node: name, role, rank and address of the node.
         software: version of gradstream.
         deadlines: bound the silence of either side.
-        clock: time of the node's events; None for one that begins with the training.
-        boundary: number of the run's boundaries between phases of the job before the node joins.
+        clock: time of the node's events; None for a clock that starts with the training.
+        boundary: number of the run's phase boundaries before the node joins.
 
     Attributes:
         notice: the coordinator's latest notice.
@@ -117,7 +117,7 @@ class Member(Reporter):
 
     @property
     def since(self) -> int:
-        """Membership epoch in which this node has joined; 0 if it was there when training began."""
+        """Membership epoch in which this node joined; 0 if it was there when training began."""
         return next((node.since for node in self.notice.nodes if node.name == self.node.name), 0)
 
     @property
@@ -127,13 +127,13 @@ class Member(Reporter):
 
     @property
     def first_round(self) -> int | None:
-        """The round with which this node begins, where it has joined late; None while the coordinator has said none."""
+        """The round in which this node begins, if it joined late; None while the coordinator has named none."""
         own = next((node for node in self.notice.nodes if node.name == self.node.name), None)
         return own.first_round if own is not None and own.HasField("first_round") else None
 
     @property
     def evicted(self) -> EvictedError | None:
-        """The error of a node that the coordinator counts as lost; None of one that it does not."""
+        """The error of this node if the coordinator counts it as lost; else None."""
         return self._error if isinstance(self._error, EvictedError) else None
 
     @property
@@ -209,16 +209,16 @@ class Member(Reporter):
             await self._news.wait()
 
     def listen(self, listener: Callable[[v1.Notice], None]) -> None:
-        """Calls `listener` with each notice that differs from the one before."""
+        """Calls `listener` with each notice that differs from the previous one."""
         self._listeners.append(listener)
 
     def depart(self) -> None:
-        """Reports that this worker leaves before the end of the run; `over` and all that wait raise DrainedError."""
+        """Reports that this worker leaves early; `over` and everything that waits raise DrainedError."""
         self.beat.leaves = True
         self._fail(DrainedError(f"{self.node.name} was asked to go, and has left the run"))
 
     async def leave(self) -> None:
-        """Sends the last reports, says goodbye, and waits until the coordinator has heard it.
+        """Sends the last reports, says goodbye, and waits until the coordinator has received it.
 
         Never raises. A node that leaves before the end of the run counts as lost.
         """
@@ -243,14 +243,14 @@ class Member(Reporter):
         await presence.end()
 
     async def failed(self, error: BaseException, traceback_text: str) -> None:
-        """Reports that this node cannot go on: the coordinator aborts the run and names it. Never raises.
+        """Reports that this node cannot go on: the coordinator aborts the run and names the node. Never raises.
 
-        A lost peer is left to the coordinator first, which knows who was lost, and whether the run ends
-        because of it. This node reports it only if the coordinator is there and finds no fault for a lease.
+        A lost peer is left to the coordinator at first, which knows who was lost, and whether that ends the run. This
+        node reports it only if the coordinator is there and finds no fault for the length of a lease.
         """
         if self._presence is None or isinstance(error, RunAbortedError | RunStoppedError | DrainedError):
             return
-        joined = self._attending is not None  # who was never answered has nobody to wait for
+        joined = self._attending is not None  # a node that never got an answer has nobody to wait for
         if isinstance(error, PeerLostError | DeadlineError) and joined and await self._judged():
             return
         self.beat.failure.CopyFrom(
@@ -276,7 +276,7 @@ class Member(Reporter):
     async def told(self, reached: Callable[[], bool]) -> bool:
         """Waits for as long as a loss takes to be noticed. Returns whether `reached()` holds. Raises as `over` does.
 
-        A coordinator that is silent is waited for: it decides when it is there again.
+        A silent coordinator is waited for: it decides once it is back.
         """
         assert self._presence is not None
         while True:
@@ -292,7 +292,7 @@ class Member(Reporter):
     # ---- presence -----------------------------------------------------------------------
 
     async def _be_present(self, presence: Presence) -> None:
-        """Beats and hears notices until the run is over, or the coordinator is lost."""
+        """Sends beats and receives notices until the run is over, or the coordinator is lost."""
         heartbeat = Heartbeat(
             self._runtime,
             self._endpoint,
@@ -343,7 +343,7 @@ class Member(Reporter):
             self._error = PhaseOverError(notice.next_boundary)
         elif notice.phase == v1.Notice.STOPPED:
             self._error = RunStoppedError("the run was stopped; it can be resumed")
-        elif notice.phase == v1.Notice.TRAINING and all(one.name != self.node.name for one in notice.nodes):
+        elif notice.phase == v1.Notice.TRAINING and all(node.name != self.node.name for node in notice.nodes):
             self._error = self._error or EvictedError(
                 self.node.name, "it, or another process of its replica, is no member any more"
             )
@@ -359,7 +359,7 @@ class Member(Reporter):
         return True
 
     def _follow(self, notice: v1.Notice) -> None:
-        """Tells the endpoint who is in and which model is trained, and starts the clock with the training."""
+        """Tells the endpoint who the members are and which model is trained, and starts the clock with the training."""
         members, own = dict[str, int](), self.node.name
         for node in notice.nodes:
             name = sys.intern(node.name)  # of 2,000 nodes in one process each knows all others
@@ -376,7 +376,7 @@ class Member(Reporter):
             self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))
 
     async def _keep_beating(self, presence: Presence) -> None:
-        """Sends a beat when there are reports, and otherwise as a sign of life."""
+        """Sends a beat when there are reports, and otherwise as a heartbeat."""
         gather_s, silent_s = min(GATHER_S, self._deadlines.beat_s), 0.0
         while self.notice.phase != v1.Notice.FINISHED:
             urgent = await self._urgent.rung(self._runtime, gather_s)

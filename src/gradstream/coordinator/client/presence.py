@@ -1,8 +1,8 @@
-"""`Presence`: one stream on which beats of a node go to the coordinator, and notices come back.
+"""`Presence`: a stream on which a node's beats go to the coordinator, and notices come back.
 
 A connection may die silently, when something between two machines drops its packets. So beats are numbered,
-and kept until a notice acknowledges them. Where the first connection stays silent and a new one works (see
-`Heartbeat`), the node goes on over the new one: it sends the unacknowledged beats again, in order, and the
+and kept until a notice acknowledges them. If the first connection stays silent while a new one works (see
+`Heartbeat`), the node moves to the new one: it resends the unacknowledged beats, in order, and the
 coordinator takes each beat once.
 """
 
@@ -24,14 +24,14 @@ from gradstream.wire import v1
 # ---- presence ----------------------------------------------------------------------------
 
 EVICTED = ("NOT_MEMBER", "BAD_CERTIFICATE")
-"""Codes of refusals by which a node learns that it is out of the run."""
+"""Codes of refusals that tell a node that it is no longer in the run."""
 
 REDIAL_S = 0.1
 """Seconds between two attempts to reach a coordinator that has died."""
 
 
 class Presence:
-    """Sends a node's beats to the coordinator and hears the notices; takes another stream when one is silent.
+    """Sends a node's beats to the coordinator and receives the notices; moves to another stream if one is silent.
 
     Args:
         runtime: the node's runtime; only its time is used.
@@ -50,17 +50,17 @@ class Presence:
         self._said = 0  # number of the latest beat
         self._unheard: deque[v1.Beat] = deque()
         self._saying = asyncio.Lock()
-        self._answer: v1.Notice | None = None  # first notice of a resumed presence, not returned yet
-        self._latest: dict[Stream, v1.Notice] = {}  # of each stream
+        self._answer: v1.Notice | None = None  # first notice of a resumed presence, not yet returned
+        self._latest: dict[Stream, v1.Notice] = {}  # by stream
         self._attempt = 0
         self._resuming = False
         self.num_receipts = 0
-        self._resumed = Wakeup()  # rings when an attempt has ended
-        self._ruling = 0  # the highest that was heard
+        self._resumed = Wakeup()  # set when an attempt has ended
+        self._ruling = 0  # the highest ruling so far
 
     @property
     def comes_back(self) -> bool:
-        """Whether a new process takes the place of a coordinator that has died."""
+        """Whether a new process replaces a coordinator that has died."""
         return self._ruling > 0
 
     @property
@@ -86,7 +86,7 @@ class Presence:
                     raise
 
     async def hear(self) -> v1.Notice:
-        """Returns the next notice; the same object again where nothing has changed.
+        """Returns the next notice; the same object again if nothing has changed.
 
         Raises:
             GradstreamError: the coordinator is silent for `Deadlines.patience_s`, or the stream is over.
@@ -104,7 +104,7 @@ class Presence:
         return answer
 
     async def _found_again(self, stream: Stream, error: GradstreamError) -> bool:
-        """Dials a coordinator that has died until a new process answers. Returns whether one does, in time.
+        """Dials a dead coordinator until a new process answers. Returns whether that happened in time.
 
         Raises:
             RefusedError: the new process does not know this node.
@@ -147,7 +147,7 @@ class Presence:
         return notice
 
     async def resume(self) -> None:
-        """Goes on over a new connection. Does nothing while another attempt is under way.
+        """Moves to a new connection. Does nothing while another attempt is under way.
 
         Raises:
             RefusedError: the coordinator has counted this node as lost.
@@ -183,7 +183,7 @@ class Presence:
                 await _send(stream, beat)
 
     async def end(self) -> None:
-        """Says goodbye, and waits until the coordinator has heard it. Raises as `hear` does."""
+        """Says goodbye, and waits until the coordinator has received it. Raises as `hear` does."""
         while True:
             stream = self._stream
             try:
@@ -210,11 +210,11 @@ async def _send(stream: Stream, beat: v1.Beat) -> None:
 
 
 # ---- heartbeat ----------------------------------------------------------------------------
-# `Heartbeat`: a node shows that it is alive while the coordinator is silent.
+# `Heartbeat`: shows that a node is alive while the coordinator is silent.
 #
-# A connection that has lost packets sends them again after growing pauses (0.2 s, 0.4 s, 0.8 s, and so on), so it may
+# A connection that has lost packets resends them after growing pauses (0.2 s, 0.4 s, 0.8 s, and so on), so it may
 # stay silent long after the network works again. A new connection does not. So a node that has not heard the
-# coordinator for some time says "alive" over new connections, one every `Deadlines.beat_s`. If the coordinator
+# coordinator for some time sends "alive" over new connections, one every `Deadlines.beat_s`. If the coordinator
 # answers there while the first connection is still silent, the node moves its presence to another connection (see
 # `Presence`).
 
@@ -240,7 +240,7 @@ class EvictedError(GradstreamError):
 
 
 class Heartbeat:
-    """Watches how long the coordinator has been silent, and says "alive" over new connections.
+    """Watches how long the coordinator has been silent, and sends "alive" over new connections.
 
     Args:
         runtime: time and tasks.
@@ -261,7 +261,7 @@ class Heartbeat:
         self._presence = presence
         self._deadlines = deadlines
         self._on_lost = on_lost
-        self._tries: dict[asyncio.Task[None], bool] = {}  # and whether the coordinator has answered
+        self._tries: dict[asyncio.Task[None], bool] = {}  # attempts, and whether the coordinator has answered
         self._lost = False
 
     async def run(self) -> None:
@@ -279,7 +279,7 @@ class Heartbeat:
                 self._try()
                 if self._left_s(long_s) > 0:
                     continue
-                # By now the coordinator has counted this node as lost, or is suspended: there is no hurry.
+                # By now the coordinator counts this node as lost, or is suspended: there is no hurry.
                 pause_s = deadlines.lease_s / 2
                 if not warned:
                     warned = True

@@ -1,4 +1,4 @@
-"""What a node tells the coordinator, `Reporter`, and what a worker asks it during the run, `WorkerRequests`."""
+"""`Reporter`: a node's reports to the coordinator. `WorkerRequests`: a worker's requests during the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class Reporter:
-    """Takes the reports of one node. They go out in the next beat, in order and each once.
+    """Takes the reports of one node. They go out in the next beat, in order and once each.
 
     Args:
         clock: time of its events.
@@ -56,7 +56,7 @@ class Reporter:
 
     @property
     def coordinator_comes_back(self) -> bool:
-        """Whether a new process takes the place of a coordinator that has died."""
+        """Whether a new process replaces a coordinator that has died."""
         return False
 
     def hurry(self) -> None:
@@ -75,37 +75,37 @@ class Reporter:
         self._urgent.ring()
 
     def report(self, report: v1.BeatReport, *, soon: bool = True) -> None:
-        """Reports what the coordinator's half of a feature has to know.
+        """Reports something to the coordinator's half of a feature.
 
         Args:
-            report: goes out behind the receipts so far.
-            soon: send the next beat at once.
+            report: goes out after the receipts so far.
+            soon: whether to send the next beat at once.
         """
         kind = report.WhichOneof("of")
         if kind in ONCE:
-            for one in [one for one in self.beat.reports if one.WhichOneof("of") == kind]:
-                self.beat.reports.remove(one)
+            for earlier in [earlier for earlier in self.beat.reports if earlier.WhichOneof("of") == kind]:
+                self.beat.reports.remove(earlier)
         self.beat.reports.append(report)
         if soon:
             self._urgent.ring()
 
     def finished(self, *, relies: bool = False) -> None:
-        """Reports that the strategy of this worker is done with all its minibatches.
+        """Reports that this worker's strategy is done with all of its minibatches.
 
         Args:
-            relies: this worker relies on another one to write the final parameters.
+            relies: whether this worker relies on another one to write the final parameters.
         """
         self.beat.finished, self.beat.relies = True, relies
         self._urgent.ring()
 
     @property
     def _has_news(self) -> bool:
-        """Whether the next beat should not wait until the coordinator needs a sign of life."""
+        """Whether the next beat should not wait until the coordinator needs a heartbeat."""
         beat = self.beat
         return bool(self._events or beat.receipts or beat.finished or beat.reports)
 
     def _take_beats(self) -> list[v1.Beat]:
-        """Returns what was gathered, as beats of the size that the coordinator accepts."""
+        """Returns what was gathered, as beats of a size that the coordinator accepts."""
         beat, self.beat = self.beat, v1.Beat()
         *earlier, beat.events = in_beats(self._events)
         self._events = []
@@ -116,11 +116,11 @@ class Reporter:
 
 
 class Assigned(NamedTuple):
-    """The coordinator's answer to a worker that has asked for minibatches.
+    """The coordinator's answer to a worker that asked for minibatches.
 
     Args:
-        refs: minibatches to go through; none where the coordinator has none for this worker now.
-        complete: the run has no further minibatches.
+        refs: minibatches to go through; none if the coordinator has none for this worker now.
+        complete: whether the run has no further minibatches.
         interval: number of the interval in which the worker may go through them, in a run whose strategy
             pauses workers. Once the worker is paused, the minibatches belong to others.
     """
@@ -131,7 +131,7 @@ class Assigned(NamedTuple):
 
 
 class WorkerRequests:
-    """Asks the coordinator for one worker.
+    """Makes the requests of one worker to the coordinator.
 
     All methods raise PeerLostError or DeadlineError if the coordinator is lost.
 
@@ -153,14 +153,14 @@ class WorkerRequests:
     async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
         """Asks for minibatches.
 
-        The worker asks again over a new connection where no answer comes, until the coordinator counts as
+        Without an answer, the worker asks again over a new connection, until the coordinator counts as
         lost.
 
         Args:
-            wait: the worker has nothing left to do: the answer waits until there are minibatches, or until
+            wait: whether the worker has nothing left to do: the answer then waits until there are minibatches, or until
                 the run has none any more.
             in_hand: number of this worker's minibatches that are not in the model yet.
-            measured: what this worker has computed since it asked last.
+            measured: what this worker has computed since its last request.
         """
         self._reporter.hurry()
         self._num_asks += 1
@@ -193,11 +193,11 @@ class WorkerRequests:
     async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> list[int]:
         """Asks how many samples each worker takes of each round, from the round of `ref` on.
 
-        The answer waits until all workers have asked, except inside of a window, where a new process asks alone.
+        The answer waits until all workers have asked, except inside a window, where a new process asks alone.
 
         Args:
             ref: first minibatch of the round.
-            measured: what this worker has computed since it asked last.
+            measured: what this worker has computed since its last request.
         """
         request = v1.Took(epoch=ref.epoch, batch=ref.batch, **dataclasses.asdict(measured))
         return list((await self._call("shares", request, v1.Shares)).samples)
@@ -210,10 +210,10 @@ class WorkerRequests:
         self._reporter.report(v1.BeatReport(begun=begun), soon=False)
 
     async def ending(self, batches: int, samples: int, next_round: int) -> bool:
-        """Says that this worker has no minibatches left, and returns whether the run is over for it.
+        """Reports that this worker has no minibatches left, and returns whether the run is over for it.
 
-        If it returns False, the worker takes part in `next_round` without samples. The answer waits for the
-        other workers where it depends on them.
+        If it returns False, the worker takes part in `next_round` without samples. If the answer depends on the
+        other workers, it waits for them.
 
         Args:
             batches: number of minibatches that the worker has gone through.
@@ -252,7 +252,7 @@ class WorkerRequests:
                 again = True
 
     async def _comes_back(self) -> bool:
-        """Waits a moment before a request to a coordinator that has died is repeated; False if that is vain."""
+        """Waits a moment before a request to a dead coordinator is repeated; False if that is in vain."""
         if not self._reporter.coordinator_comes_back:
             return False
         await self._runtime.sleep(min(REDIAL_S, self._deadlines.beat_s))

@@ -1,3 +1,3 @@
-"""The coordinator's durable state: a new process goes on where one that died has stopped."""
+"""The coordinator's durable state: a new process continues where a dead one stopped."""
 
 __all__ = ()

@@ -5,11 +5,11 @@
                                                 ▼
                              changed rows and events, in one transaction ──▶ events.jsonl, notices, answers
 
-A message that a process has heard and not stored is repeated by its sender, since no notice has acknowledged it; so
-a death between the two loses and doubles nothing. The events of the last transaction are stored with it: a new
+A message that a process received but did not store is repeated by its sender, since no notice has acknowledged it; so
+a death between the two loses and duplicates nothing. The events of the last transaction are stored with it: a new
 process adds those that the file lacks.
 
-A disk that takes nothing does not hold up the run: it goes on without protection, and says so.
+A full or broken disk does not hold up the run: it goes on without protection, and says so.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.tasks import Wakeup
 
 PACE_S = 0.1
-"""Seconds until a change is stored that nobody waits for."""
+"""Seconds until a change is stored for which nobody waits."""
 
 RETRY_S = 0.5
 """Seconds between two attempts on a full disk."""
 
 TAIL_BYTES = 4 << 20
-"""Bytes of events that a reader of the file's end needs at least, besides those that it looks for."""
+"""Least number of bytes of the file's end to read, besides the events to look for."""
 
 
 class Keeper(Protocol):
-    """What the coordinator needs of a `StateKeeper`."""
+    """The coordinator's view of a `StateKeeper`."""
 
     @property
     def ruling(self) -> int:
-        """Number of this process among those that have led the run; 0 where none can take its place."""
+        """Number of this process among those that have led the run; 0 if none can replace it."""
         ...
 
     @property
     def superseded(self) -> SupersededError | None:
-        """The error with which this process ends, where another one rules."""
+        """The error with which this process ends if another one rules."""
         ...
 
     @property
     def restored(self) -> bool:
-        """Whether there is the state of an earlier process."""
+        """Whether the state of an earlier process was there."""
         ...
 
     def row(self, key: str) -> Any:
-        """A value of the state of an earlier process, before `begin` restores it; None where there is none.
+        """A value of an earlier process's state, before `begin` restores it; None if there is none.
 
         Raises:
             StateError: it cannot be read.
@@ -61,12 +61,12 @@ class Keeper(Protocol):
         ...
 
     def begin(self, state: KeptState, on_superseded: Callable[[], None]) -> None:
-        """Restores the stored state, where there is any, and keeps it from now on.
+        """Restores the stored state, if there is any, and keeps it from now on.
 
-        The next phase of a job begins again, with another state in the place of this one.
+        The next phase of a job begins again, with another state in place of this one.
 
         Raises:
-            StateError: the stored state is none of this run's.
+            StateError: the stored state does not belong to this run.
         """
         ...
 
@@ -79,7 +79,7 @@ class Keeper(Protocol):
         ...
 
     async def durable(self) -> None:
-        """Returns once all changes until now are stored. Raises SupersededError if another process rules."""
+        """Returns once all changes so far are stored. Raises SupersededError if another process rules."""
         ...
 
     async def close(self) -> None:
@@ -119,14 +119,14 @@ class Unkept:
 
 
 class StateKeeper:
-    """Stores what has changed, several changes in one transaction.
+    """Stores changes, several in one transaction.
 
     Args:
         runtime: time and tasks of the coordinator.
         store: the store; this process takes the next ruling.
         write_events: adds lines to the events of the run.
-        written: the end of the file of events, at least `TAIL_BYTES` of it.
-        tell: shows a sentence to the user who has started the run; with whether the state is stored.
+        written: the end of the events file, at least `TAIL_BYTES` of it.
+        tell: shows a sentence to the user who started the run, with whether the state is stored.
 
     Raises:
         StateError, OSError: the store cannot be read.
@@ -152,9 +152,9 @@ class StateKeeper:
         self._state = KeptState({})
         self._on_superseded: Callable[[], None] = lambda: None
         self._lines: list[bytes] = []  # events that wait for the next transaction
-        self._changes = self._kept = 0  # number of changes; and of those that are stored
+        self._changes = self._kept = 0  # number of changes, and of stored ones
         self._wanted, self._done = Wakeup(), asyncio.Condition()
-        self._failing = False  # the disk takes nothing
+        self._failing = False  # whether the disk is full or broken
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -186,7 +186,7 @@ class StateKeeper:
         self._changes += 1
 
     async def durable(self) -> None:
-        """Returns once all changes until now are stored, or the disk takes nothing.
+        """Returns once all changes so far are stored, or the disk fails.
 
         Raises:
             SupersededError: another process rules.
@@ -200,7 +200,7 @@ class StateKeeper:
             raise self.superseded
 
     def _is_stored(self, changes: int) -> bool:
-        """Whether so many changes are stored, or are not going to be."""
+        """Whether this many changes are stored, or never will be."""
         return self._kept >= changes or self._failing or self.superseded is not None
 
     async def close(self) -> None:
@@ -211,7 +211,7 @@ class StateKeeper:
         if self.superseded is None:
             await self._store_changes()
         self._store.close()
-        if self.superseded is None and self._lines:  # the disk takes nothing: the log waits for room
+        if self.superseded is None and self._lines:  # the disk failed: the log waits for room
             self._write_events(b"".join(self._lines))
             self._lines = []
 
@@ -257,6 +257,6 @@ class StateKeeper:
 
 
 def missing_lines(last: bytes, tail: bytes) -> bytes:
-    """The lines of the last transaction that the end of the file of events lacks."""
+    """The lines of the last transaction that the end of the events file lacks."""
     there = set(tail.splitlines(keepends=True))
     return b"".join(line for line in last.splitlines(keepends=True) if line not in there)

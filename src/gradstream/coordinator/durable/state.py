@@ -1,4 +1,4 @@
-"""Values of the coordinator's state as JSON, and back. Nothing that is read is executed.
+"""Values of the coordinator's state as JSON, and back. Nothing read is executed.
 
     None, bool, int, float, str   themselves                     bytes     {"bytes": base64}
     list                          [...]                          tuple     {"tuple": [...]}
@@ -38,7 +38,7 @@ from gradstream.wire.chunks import Placement
 # ---- values ------------------------------------------------------------------------------
 
 MAX_BYTES = 256 << 20
-"""The longest value that is read: the description of a model may have some hundred thousand tensors."""
+"""Longest value to read: the description of a model may have some hundred thousand tensors."""
 
 MAX_VALUES, MAX_DEPTH = 1 << 26, 64
 
@@ -76,11 +76,11 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class StateError(ValueError):
-    """A stored value that is none of the coordinator's; the message says why in a few words."""
+    """A stored value that is not the coordinator's; the message says why in a few words."""
 
 
 def encode(value: Any) -> str:
-    """The JSON text of a value. Raises TypeError for a value of another kind, which is a fault of the program."""
+    """The JSON text of a value. Raises TypeError for a value of another kind, which is a bug."""
     return _ENCODE(_plain(value))
 
 
@@ -104,14 +104,14 @@ def _plain(value: Any) -> Any:
     if _RECORDS.get(name) is type(value):
         return {name: [_plain(getattr(value, field)) for field in _fields(type(value))]}
     if isinstance(value, Mapping):
-        return {"dict": [[_plain(key), _plain(one)] for key, one in value.items()]}
+        return {"dict": [[_plain(key), _plain(entry)] for key, entry in value.items()]}
     if isinstance(value, set | frozenset):
-        return {"set": sorted((_plain(one) for one in value), key=repr)}
+        return {"set": sorted((_plain(entry) for entry in value), key=repr)}
     for kind in (deque, tuple):
         if isinstance(value, kind):
-            return {kind.__name__: [_plain(one) for one in value]}
+            return {kind.__name__: [_plain(entry) for entry in value]}
     if isinstance(value, list) or hasattr(value, "__getitem__"):  # repeated fields of messages, too
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     raise TypeError(f"{name}: the coordinator's state has no such values")
 
 
@@ -122,7 +122,7 @@ def _fields(cls: type) -> tuple[str, ...]:
 
 def _value(plain: Any) -> Any:
     if isinstance(plain, list):
-        return [_value(one) for one in plain]
+        return [_value(entry) for entry in plain]
     if not isinstance(plain, dict):
         return plain
     if len(plain) != 1:
@@ -135,8 +135,8 @@ def _value(plain: Any) -> Any:
     if not isinstance(inner, list):
         raise StateError(f"{kind[:40]!r}: got a {type(inner).__name__}, expected a list")
     if kind == "dict":
-        return {_value(key): _value(one) for key, one in inner}
-    values = [_value(one) for one in inner]
+        return {_value(key): _value(entry) for key, entry in inner}
+    values = [_value(entry) for entry in inner]
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](values)
     if kind in _RECORDS:
@@ -145,7 +145,7 @@ def _value(plain: Any) -> Any:
 
 
 def _record(cls: Any, values: list[Any]) -> Any:
-    """A record of its fields, in order; some dataclasses take them by name only."""
+    """A record from its fields, in order; some dataclasses take them by name only."""
     return cls(**dict(zip(_fields(cls), values, strict=True)))
 
 
@@ -153,11 +153,11 @@ _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set
 
 
 # ---- state -------------------------------------------------------------------------------
-# The coordinator's state as rows, one for each attribute of a state machine: what is kept, and how it comes back.
+# The coordinator's state as rows, one for each attribute of a state machine: what is kept, and how it is restored.
 #
-# A class says in `KEPT` which of its attributes change during a run. Where such an attribute is an object with a
-# `KEPT` of its own, the object's attributes are rows of the machine. Everything else follows from the plan, which a
-# new process makes again. A row is restored into the attribute's present container, since others may hold it, too.
+# A class lists in `KEPT` which of its attributes change during a run. If such an attribute is an object with its own
+# `KEPT`, the object's attributes are rows of the machine. Everything else follows from the plan, which a new
+# process makes again. A row is restored into the attribute's existing container, since other objects may hold it, too.
 
 
 class KeptState:
@@ -179,10 +179,10 @@ class KeptState:
         return {key: encode(getattr(part, attribute)) for key, (part, attribute) in self._places().items()}
 
     def restore(self, rows: Mapping[str, str]) -> None:
-        """Restores the state that `rows` has given.
+        """Restores the state that `rows` returned.
 
         Raises:
-            StateError: a row is missing, unknown, or none of this state's values.
+            StateError: a row is missing, unknown, or not a value of this state.
         """
         expected = self._places()
         if odd := sorted(expected.keys() ^ rows.keys()):
@@ -204,7 +204,7 @@ class KeptState:
 
 
 def _kept(machine: object) -> Iterator[tuple[object, str]]:
-    """The attributes of a machine that are kept, each with the object that has it."""
+    """The kept attributes of a machine, each with the object that has it."""
     for cls in reversed(type(machine).__mro__):
         for attribute in vars(cls).get("KEPT", ()):
             value = getattr(machine, attribute)
@@ -212,7 +212,7 @@ def _kept(machine: object) -> Iterator[tuple[object, str]]:
 
 
 def _put(part: object, attribute: str, value: Any) -> None:
-    """Sets an attribute, in place where it is a container. Raises StateError for a value of another kind."""
+    """Sets an attribute, in place if it is a container. Raises StateError for a value of another kind."""
     present = getattr(part, attribute)
     numbers = isinstance(present, int | float) and isinstance(value, int | float)
     if present is not None and value is not None and not isinstance(value, type(present)) and not numbers:

@@ -1,13 +1,13 @@
-"""`StateStore`: the coordinator's state in a file of SQLite. It survives the death of processes, not of the machine.
+"""`StateStore`: the coordinator's state in an SQLite file. It survives the death of processes, not of the machine.
 
 One file in the run directory, in WAL mode. `synchronous=NORMAL`: a transaction is in the system's memory when it
-returns, so no killed process loses one; what a power failure loses is not missed, since a run whose machine has
-died goes on from its checkpoint. So a transaction takes some 0.1 ms, and waits for no disk but when SQLite moves
-the log into the file.
+returns, so no killed process loses one; a power failure may, but a run whose machine has
+died continues from its checkpoint anyway. So a transaction takes some 0.1 ms, and waits for the disk only when SQLite
+moves the log into the file.
 
-Each process that leads a run has a number, its ruling. It takes the next one before it serves, and each of its
-transactions begins with the question whether that is still the newest. So an earlier process that was stopped, and
-wakes, writes nothing.
+Each process that leads a run has a number, its ruling. It takes the next number before it serves, and each of its
+transactions first checks that this is still the newest. So an earlier process that was stopped, and
+wakes up, writes nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class StateStore:
     """The stored state of one run. Methods may be called from any thread, one at a time.
 
     Args:
-        path: the file, or ":memory:"; made where it is missing.
+        path: the file, or ":memory:"; made if it is missing.
         job: id of the run.
 
     Raises:
-        StateError: the file is none of a coordinator's, or of another run.
-        OSError: it cannot be opened or written.
+            StateError: the file is not a coordinator's, or belongs to another run.
+            OSError: it cannot be opened or written.
 
     Attributes:
         ruling: the number of this process; 0 before `rule`.
@@ -56,7 +56,7 @@ class StateStore:
 
     def _open(self) -> None:
         with _named(self._path):
-            if self._path != ":memory:":  # for this user alone: it holds what members prove themselves by
+            if self._path != ":memory:":  # for this user alone: it holds the members' proofs of identity
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
             self._database = sqlite3.connect(
                 self._path,
@@ -85,30 +85,30 @@ class StateStore:
             "INSERT OR IGNORE INTO leader VALUES (1, ?, ?, 0)",
             (FORMAT, self._job),
         )
-        found = self._database.execute("SELECT format, job FROM leader").fetchone()
-        if found != (FORMAT, self._job):
+        stored = self._database.execute("SELECT format, job FROM leader").fetchone()
+        if stored != (FORMAT, self._job):
             raise StateError(
-                f"{self._path} is the state of {str(found)[:200]}, expected of {(FORMAT, self._job)}{RESUME}"
+                f"{self._path} is the state of {str(stored)[:200]}, expected of {(FORMAT, self._job)}{RESUME}"
             )
 
     def rule(self) -> tuple[dict[str, str], bytes]:
         """Makes this process the leader, with the next ruling. Returns the stored state and its last events.
 
-        Both are empty before the first ruling. Earlier leaders cannot write any more.
+        Both are empty before the first ruling. Earlier leaders can no longer write.
         """
         with _named(self._path), self._transaction():
             self._database.execute("UPDATE leader SET ruling = ruling + 1")
             (self.ruling,) = self._database.execute("SELECT ruling FROM leader").fetchone()
             rows = self._database.execute("SELECT key, value FROM state LIMIT ?", (MAX_ROWS + 1,)).fetchall()
             lines = self._database.execute("SELECT lines FROM events").fetchone() or (b"",)
-        if len(rows) > MAX_ROWS or not all(isinstance(one, str) for row in rows for one in row):
+        if len(rows) > MAX_ROWS or not all(isinstance(field, str) for row in rows for field in row):
             raise StateError(f"{self._path} has rows that no coordinator writes{RESUME}")
         if not isinstance(lines[0], bytes):
             raise StateError(f"{self._path} has events that are no bytes{RESUME}")
         return dict(rows), lines[0]
 
     def write(self, rows: Mapping[str, str], lines: bytes, gone: Sequence[str] = ()) -> None:
-        """Stores changed rows and the events that belong to them, and removes those that are gone, all or nothing.
+        """Stores changed rows and the events that belong to them, and removes rows that are gone, all or nothing.
 
         Raises:
             SupersededError: another process rules; nothing was written.
@@ -142,7 +142,7 @@ class StateStore:
 
 
 class _Transaction:
-    """Begins a transaction; commits it, or rolls it back where anything is raised."""
+    """Begins a transaction; commits it, or rolls it back if anything is raised."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -155,12 +155,12 @@ class _Transaction:
             if kind is None:
                 self._database.execute("COMMIT")
         finally:
-            if self._database.in_transaction:  # also where the disk is full
+            if self._database.in_transaction:  # even if the disk is full
                 self._database.execute("ROLLBACK")
 
 
 class _named:  # noqa: N801  read as a verb
-    """Turns errors of SQLite into OSError, or StateError if the file is none of SQLite's."""
+    """Turns errors of SQLite into OSError, or StateError if this is not an SQLite file."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = path

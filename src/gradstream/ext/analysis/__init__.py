@@ -1,4 +1,4 @@
-"""What a run has found: how sharp its minimum is, and the loss between it and other runs."""
+"""Analyses of a finished run: how sharp its minimum is, and the loss between it and other runs."""
 
 from gradstream.ext.analysis.full_loss import FullLoss
 from gradstream.ext.analysis.sharpness import Sharpness, sharpness

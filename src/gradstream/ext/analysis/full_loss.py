@@ -31,7 +31,7 @@ Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 BATCH_SIZE = 256
 
 SILENCE = timedelta(minutes=10)
-"""The longest that a rank waits for the others' share of a pass."""
+"""Longest time for which a rank waits for the others' shares of a pass."""
 
 
 class FullLoss:
@@ -123,19 +123,20 @@ class FullLoss:
 
 
 # ---- processes ---------------------------------------------------------------------------
-# They compute a full loss together, on this machine or under the user's torchrun.
+# Processes that compute a full loss together, on this machine or under the user's torchrun.
 
 
 @contextmanager
 def full_loss(path: Path, *, checkpoint: str | None = None, workers: int = 1) -> Iterator[FullLoss | None]:
-    """The full loss of a run's job, computed by several processes; None on the other ranks, when all is done.
+    """The full loss of a run's job, computed by several processes; None on the other ranks, once all is done.
 
-    Under torchrun its processes are the workers. Else `workers` - 1 processes are started on this machine: they meet
+    Under torchrun its processes are the workers. Otherwise `workers` - 1 processes are started on this machine: they
+    meet
     in a folder that only this user can read, and listen on loopback alone.
 
     Args:
         path: the run directory.
-        checkpoint: whose parameters name the model's tensors; see `reopen`.
+        checkpoint: its parameters name the model's tensors; see `reopen`.
         workers: number of processes.
 
     Raises:
@@ -170,7 +171,7 @@ def full_loss(path: Path, *, checkpoint: str | None = None, workers: int = 1) ->
 
 
 def parameters_of(path: Path, model: Model, checkpoint: str | None = None) -> Vector:
-    """The parameters that a run has kept, as (E,) float64 in the places of a model's layout; see `kept_parameters`.
+    """The parameters that a run kept, as (E,) float64 in the places of a model's layout; see `kept_parameters`.
 
     Raises:
         ConfigError: there are none, or they are those of another model.
@@ -209,7 +210,7 @@ def main(argv: list[str]) -> None:
         for _ in _share(run):
             pass
     finally:
-        dist.destroy_process_group()  # its threads would end the process with std::terminate
+        dist.destroy_process_group()  # otherwise its threads would end the process with std::terminate
 
 
 if __name__ == "__main__":

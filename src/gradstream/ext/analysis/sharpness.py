@@ -55,8 +55,8 @@ def sharpness(
         φ = 100 · (max over z in C of f(x + A z) - f(x)) / (1 + f(x)),   C = {z : |z_i| ≤ ε (|(A⁺ x)_i| + 1)}
 
     A is the identity, or an n × p matrix of normal random numbers, and A⁺ its pseudo-inverse. L-BFGS-B seeks the
-    maximum. It begins at a random point of the box, since the gradient at a minimum shows no way. The largest
-    loss that it has seen counts, so φ is a lower bound of the true one, and never below 0.
+    maximum. It begins at a random point of the box, since the gradient at a minimum gives no direction. The largest
+    loss seen counts, so φ is a lower bound of the true one, and never below 0.
 
     φ depends on how a network is parametrized: layers that are scaled against each other change φ and not the
     function (Dinh et al., 2017). Compare runs of one architecture.

@@ -1,4 +1,4 @@
-"""`RayNode`: the actor of one node, which keeps a process of gradstream running on the machine that Ray has chosen."""
+"""`RayNode`: the actor of one node, which keeps a process of gradstream running on the machine that Ray chose."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from gradstream.run.local.forkserver import die_with_parent
 from gradstream.run.local.link import python_environment
 
 OWN_FOLDER = "{own}"
-"""A word in the place of a folder that the actor makes, for each of its processes another one."""
+"""Placeholder for a folder that the actor makes, a new one for each of its processes."""
 
 TAIL_BYTES = 4096
 """The end of a process's output that its actor returns."""
 
 PIECE_BYTES = 64 << 10
-"""Bytes of a file in one answer. Ray puts answers from 100 kB on into its object store, and smaller ones into none."""
+"""Bytes of a file per answer. Ray puts answers of 100 kB or more into its object store, but not smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What the first node sees of its machine before the run.
+    """The first node's view of its machine before the run.
 
     Args:
         host: address of the machine, by which Ray's other nodes reach it.
         port: a free port there.
         version: version of gradstream.
-        job: place of the job file there; "" where no file is the driver's.
+        job: place of the job file there; "" if no file is the driver's.
         run_dir: folder of the run there.
-        shared: whether that is the folder that the driver sees, on the same disk.
-        events_bytes: size of the events that the run has already.
+        shared: whether that is the folder that the driver uses, on the same disk.
+        events_bytes: size of the events that the run already has.
     """
 
     host: str
@@ -64,7 +64,7 @@ def digest_of_file(file: Path) -> str:
 class RayNode:
     """A node of a run, as a Ray actor with several threads: it answers while its process runs.
 
-    The process has what Ray gives to an actor: the working directory, the environment, and the GPUs.
+    The process gets what Ray gives to an actor: the working directory, the environment, and the GPUs.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class RayNode:
     def run(self, words: Sequence[str], environment: Mapping[str, str], wait_s: float) -> tuple[int, str]:
         """Runs the command line of gradstream to its end. Returns its exit status, and the end of its output.
 
-        Ray calls it again on another machine where this one is lost.
+        If this machine is lost, Ray calls it again on another one.
 
         Args:
             words: the command line.
@@ -151,7 +151,7 @@ class RayNode:
         return [str(path.relative_to(self._run_dir)) for path in files]
 
     def piece(self, name: str, start: int) -> bytes:
-        """A piece of a file of the run's folder from a byte on; empty where it ends, or is not there yet."""
+        """A piece of a file of the run's folder from a byte on; empty at its end, or if it does not exist yet."""
         try:
             with (self._run_dir / name).open("rb") as file:
                 file.seek(start)

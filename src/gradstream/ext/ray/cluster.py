@@ -1,4 +1,4 @@
-"""A Ray cluster as a run sees it: `RayCluster`, and `RunFiles`, the files of a run on the machine of its first node.
+"""A Ray cluster from a run's point of view: `RayCluster`; and `RunFiles`, a run's files on the first node's machine.
 
 Ray itself is imported when a run begins.
 """
@@ -31,19 +31,19 @@ RAY_SESSION = "session_[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*"
 """Folder of a Ray node: Ray packs the folder of a job into it, and would pack the growing package into itself."""
 
 NOT_SENT = ["runs", ".git", ".venv", "**/__pycache__", f"**/{RAY_SESSION}"]
-"""What is not brought to the nodes with the folder of a job."""
+"""What is not sent to the nodes with the folder of a job."""
 
 OWN_LISTS = (".rayignore", ".gitignore")
-"""Files by which Ray leaves out more."""
+"""Files that make Ray skip more."""
 
 MOST_BYTES = 500 << 20
-"""The largest package that Ray brings to its nodes. It packs all first, on this machine's disk."""
+"""The largest package that Ray sends to its nodes. It packs everything first, on this machine's disk."""
 
 LOOK_S = 1.0
-"""Seconds between two looks whether the user has stopped the run, while it waits for room."""
+"""Seconds between two checks whether the user has stopped the run, while it waits for room."""
 
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set by `ray job submit`, which has brought the files already."""
+"""Set by `ray job submit`, which has already sent the files."""
 
 
 def ray_module() -> ModuleType:
@@ -60,11 +60,11 @@ def ray_module() -> ModuleType:
 
 
 class RayCluster:
-    """A connection to a Ray cluster. A context manager, which ends what it has begun, and every actor.
+    """A connection to a Ray cluster. A context manager, which ends everything that it started, including every actor.
 
     Args:
         address: see `RayEngine`.
-        folder: the folder of the job, which is brought to the nodes unless this program's own Ray job has files.
+        folder: the folder of the job, which is sent to the nodes unless this program's own Ray job has files.
         wait_s: longest wait for Ray.
     """
 
@@ -116,12 +116,12 @@ class RayCluster:
             self.ray.shutdown()
 
     def place(self, bundles: Sequence[Mapping[str, float]], stopped: Callable[[], bool]) -> bool:
-        """Has Ray keep room for the first nodes, on as many machines as it can. False if it was stopped before.
+        """Makes Ray reserve room for the first nodes, on as many machines as it can. False if stopped first.
 
         Raises:
             DeadlineError: there is no room for all of them.
         """
-        self._shared = self.ray.util.placement_group([dict(one) for one in bundles], strategy="SPREAD")
+        self._shared = self.ray.util.placement_group([dict(bundle) for bundle in bundles], strategy="SPREAD")
         give_up_s, there, said = time.monotonic() + self._wait_s, False, False
         while not there and not stopped() and (left_s := give_up_s - time.monotonic()) > 0:
             there = self._shared.wait(min(LOOK_S, left_s))
@@ -137,13 +137,13 @@ class RayCluster:
         return there
 
     def _lack(self, bundles: Sequence[Mapping[str, float]]) -> str:
-        """What the nodes ask for, and what there is."""
-        asked = "; ".join(_words(one) for one in bundles)
+        """What the nodes ask for, and what is available."""
+        asked = "; ".join(_words(bundle) for bundle in bundles)
         free, all_of_them = self.ray.available_resources(), self.ray.cluster_resources()
         return f"They ask for {asked}. Free are {_words(free)}, of {_words(all_of_them)}"
 
     def start(self, rank: int, bundle: Mapping[str, float]) -> Any:
-        """Starts the actor of a node. Ray starts it again, on another machine if need be, unless it is the first."""
+        """Starts the actor of a node. Ray restarts it, on another machine if need be, unless it is the first."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group, index = self._shared, rank
@@ -184,18 +184,20 @@ class RayCluster:
 
     def done(self, references: Sequence[Any], wait_s: float) -> list[Any]:
         """Those of the references whose answers are there, after up to `wait_s`; at once when there is one."""
-        found: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=wait_s)[0]
-        return found
+        ready: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=wait_s)[0]
+        return ready
 
 
 def _check_size(folder: Path) -> None:
-    """Raises ConfigError if the folder of a job is too large for Ray. Ray would fill the disk before it said so."""
+    """Raises ConfigError for a job folder too large for Ray, which would fill the disk before complaining."""
     if any((folder / name).exists() for name in OWN_LISTS):
         return
     left_bytes = MOST_BYTES
     for root, folders, files in os.walk(folder):
         folders[:] = [
-            name for name in folders if not any(fnmatch(name, one.rpartition("/")[2]) for one in NOT_SENT)
+            name
+            for name in folders
+            if not any(fnmatch(name, pattern.rpartition("/")[2]) for pattern in NOT_SENT)
         ]
         for name in files:
             with suppress(FileNotFoundError):  # it has just gone
@@ -209,13 +211,13 @@ def _check_size(folder: Path) -> None:
 
 
 def _words(resources: Mapping[str, float]) -> str:
-    """Resources in words; those that Ray makes for each machine and group are left out."""
-    told = {
+    """Resources in words, without those that Ray defines for each machine and group."""
+    amounts = {
         name: f"{value / 2**30:.1f} GiB" if name == "memory" else f"{value:g}"
         for name, value in sorted(resources.items())
         if name != "object_store_memory" and not name.startswith("node:") and "_group_" not in name
     }
-    return ", ".join(f"{name} {value}" for name, value in told.items()) or "nothing"
+    return ", ".join(f"{name} {value}" for name, value in amounts.items()) or "nothing"
 
 
 # ---- files -------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ ANSWER_S = 60.0
 
 
 def folder_of(job: str) -> Path:
-    """The folder that nodes get as their working directory: that of the job file, or of a module the present one."""
+    """The folder that nodes get as their working directory: that of the job file or, for a module, the current one."""
     return Path(job.partition(":")[0]).parent if ".py" in job else Path.cwd()
 
 
@@ -259,7 +261,7 @@ class RunFiles:
         self._rest = b""
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The events since the last call; none where the actor is gone: the end of its call tells why.
+        """The events since the last call; none if the actor is gone: the end of its call says why.
 
         Raises:
             DeadlineError: the actor does not answer.

@@ -1,4 +1,4 @@
-"""`RayRun`: a run whose processes are on the nodes of a Ray cluster, as the program sees it that has asked for it.
+"""`RayRun`: a run whose processes are on the nodes of a Ray cluster, from the point of view of the calling program.
 
     driver ── placement group, actors, which end with it ──▶ Ray
     actor of node 0 ── gradstream train: coordinator, shards, its workers ──┐  the same variables as under other
@@ -6,7 +6,7 @@
     node ◀── tensors, TLS, proof of the token ──▶ node          nothing of this passes through Ray
     driver ◀── events; the files of the finished run ── node 0  in pieces too small for Ray's object store
 
-A node that is lost with its machine is started again by Ray, and joins as a machine does. The others do not wait.
+A node that is lost with its machine is restarted by Ray, and joins as a machine does. The others do not wait.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ FORM = "ray, or ray://HOST:PORT of a Ray Client server, and options: 'ray?cpus=4
 
 @dataclass(slots=True, kw_only=True)
 class RayEngine:
-    """Has Ray place the nodes of a run, start them again elsewhere, and change their number.
+    """Makes Ray place the nodes of a run, restart them elsewhere, and change their number.
 
-    A node is a process of gradstream with `workers_per_node` workers, in an actor. The first one has the coordinator
-    and all shards besides.
+    A node is a process of gradstream with `workers_per_node` workers, in an actor. The first node also has the
+    coordinator
+    and all shards.
 
     Args:
-        address: "auto" takes the cluster that this program is connected to, that of RAY_ADDRESS, or that of this
+        address: "auto" takes the cluster to which this program is connected, that of RAY_ADDRESS, or that of this
             machine; "ray://host:10001" a cluster that is reached through Ray Client.
-        cpus: CPUs that each node asks Ray for, and whose number its threads of arithmetic have.
+        cpus: CPUs that each node asks Ray for, and the number of its arithmetic threads.
         gpus: GPUs of each node.
         memory_gib: memory of each node, in GiB; 0 asks for none.
-        first_cpus: CPUs of the first node; None asks for as many as the others have.
+        first_cpus: CPUs of the first node; None asks for as many as for the others.
         resources: other resources of Ray that each node asks for.
         workers_per_node: workers of each node.
         least: number of nodes with which training begins, and which Ray places together; the others join when Ray has
@@ -85,17 +86,19 @@ class RayEngine:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads an engine as a command line has it: "ray", "ray?cpus=4&least=2", "ray://head:10001?gpus=1".
+        """Reads an engine from command-line text: "ray", "ray?cpus=4&least=2", "ray://head:10001?gpus=1".
 
         Raises:
-            ConfigError: it is no engine, or has an option that there is not, or a value of a wrong kind.
+            ConfigError: it is not an engine, or has an unknown option or a value of a wrong kind.
         """
         place, _, query = text.partition("?")
         if place != "ray" and not re.fullmatch(r"ray://[^:]+:\d+", place):
             raise ConfigError(f"engine {text!r}: expected {FORM}")
-        known = {one.name: one for one in dataclasses.fields(cls) if one.init and one.name != "resources"}
+        known = {
+            entry.name: entry for entry in dataclasses.fields(cls) if entry.init and entry.name != "resources"
+        }
         known.pop("address")
-        given: dict[str, Any] = {"address": "auto" if place == "ray" else place}
+        options: dict[str, Any] = {"address": "auto" if place == "ray" else place}
         for name, value in parse_qsl(query, keep_blank_values=True):
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
@@ -103,13 +106,13 @@ class RayEngine:
                 raise ConfigError(f"engine {text!r}: there is no option {name!r}; {hint}")
             kind = int if "int" in str(known[name].type) else float
             try:
-                given[name] = kind(value)
+                options[name] = kind(value)
             except ValueError:
                 raise ConfigError(
                     f"engine {text!r}: {name}={value!r}; expected "
                     + ("a whole number" if kind is int else "a number")
                 ) from None
-        return cls(**given)
+        return cls(**options)
 
     def __post_init__(self) -> None:
         for name in ("cpus", "gpus", "memory_gib", "first_cpus"):
@@ -136,11 +139,11 @@ class RayEngine:
     def scale(self, nodes: int) -> None:
         """Changes the number of nodes of the run, while it trains or before. Returns at once.
 
-        The nodes of the highest numbers hand in what they have computed and leave; new ones join when Ray has placed
-        them. May be called from any thread, a callback of the run among them.
+        The nodes with the highest numbers hand in what they have computed and leave; new ones join when Ray has placed
+        them. May be called from any thread, including a callback of the run.
 
         Args:
-            nodes: new number, at least 1. Those above the number that the run was planned for (`workers` divided by
+            nodes: new number, at least 1. Nodes beyond the number for which the run was planned (`workers` divided by
                 `workers_per_node`) are not started.
 
         Raises:
@@ -177,16 +180,16 @@ class RayEngine:
 # ---- driver ------------------------------------------------------------------------------
 
 POLL_S = 0.2
-"""Seconds between two looks at the run."""
+"""Seconds between two checks of the run."""
 
 LEAVE_S = 5.0
-"""Longest wait for the other nodes once the run is over; as long again after they were asked to stop."""
+"""Longest wait for the other nodes once the run is over, and again after they were asked to stop."""
 
 GO_S = 60.0
 """Longest wait for a node that was asked to leave; then it is ended, and its worker is lost."""
 
 VAIN_STARTS, VAIN_S, AGAIN_S = 10, 30.0, 2.0
-"""A node whose process ends so often, each time within `VAIN_S`, is given up; seconds more before each start."""
+"""A node whose process ends this often, each time within `VAIN_S`, is given up; seconds more before each start."""
 
 TAIL_LINES, ERROR_BYTES = 15, 2048
 
@@ -195,12 +198,12 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass(slots=True)
 class _Node:
-    """A node that Ray runs, and how its process did."""
+    """A node that Ray runs, and the history of its process."""
 
     actor: Any
     started_s: float = 0.0
     vain: int = 0
-    leave_by_s: float | None = None  # it was asked to leave
+    leave_by_s: float | None = None  # set once it was asked to leave
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,7 +215,7 @@ class RayRun:
         job: the job: "module:function", or the absolute path of a file, or "file.py:function".
         words: options of `gradstream train`, and arguments of the job file after "--".
         workers: number of workers, or of parts of replicas.
-        run_dir: where the finished run is to be. If the first node sees the same disk, it is there from the start.
+        run_dir: where to put the finished run. If the first node sees the same disk, the run is there from the start.
         on_event: called with each event of the run.
     """
 
@@ -232,7 +235,7 @@ class RayRun:
     _last: dict[str, Any] = field(init=False, default_factory=dict)
 
     def run(self) -> None:
-        """Trains to the end; the run is in `run_dir` then, as far as it came.
+        """Trains to the end. Afterwards `run_dir` holds the run, as far as it got.
 
         Raises:
             ConfigError: there is no Ray, no cluster, or the nodes cannot begin.
@@ -245,12 +248,12 @@ class RayRun:
         """
         most = self.engine.nodes_for(self.workers)
         self._token = secrets.token_hex(16)
-        wanted = job_files(self.job)  # Ray may make the working directory of this program anew
+        wanted = job_files(self.job)  # first: Ray may replace the working directory of this program
         with (
             StopSignals() as signals,
-            RayCluster(self.engine.address, folder_of(self.job), self.engine.wait_s) as found,
+            RayCluster(self.engine.address, folder_of(self.job), self.engine.wait_s) as cluster,
         ):
-            self._cluster = found
+            self._cluster = cluster
             least = most if self.engine.least is None else self.engine.least
             bundles = [self.engine.bundle(rank) for rank in range(least)]
             if not self._cluster.place(bundles, lambda: signals.asked):
@@ -261,7 +264,7 @@ class RayRun:
             self._let_leave(LEAVE_S, ask=True)
             if not self._view.shared:
                 self._files.bring(self.run_dir)
-            if (self.run_dir / "nodes.json").is_file():  # sealed by another user, maybe
+            if (self.run_dir / "nodes.json").is_file():  # possibly sealed by another user
                 write_spec(described(self.run_dir), self.run_dir)
             self._clean()
         self._check(status, said)
@@ -301,7 +304,7 @@ class RayRun:
         self._files = RunFiles(self._cluster, first.actor, self._view.events_bytes)
 
     def _start(self, rank: int, wait_s: float = 0.0) -> None:
-        """Starts the process of a node, and its actor unless that is there."""
+        """Starts the process of a node, and its actor if it does not exist."""
         node = self._nodes.get(rank)
         if node is None:
             node = self._nodes[rank] = _Node(self._cluster.start(rank, self.engine.bundle(rank)))
@@ -326,7 +329,7 @@ class RayRun:
     # ---- while it runs --------------------------------------------------------------------
 
     def _follow(self, signals: StopSignals, most: int, least: int) -> tuple[int, str]:
-        """Follows the run until the process of the first node has ended; returns its status, and what it has said."""
+        """Follows the run until the first node's process has ended; returns its status and its output."""
         self._start(0)
         stopping = False
         while True:
@@ -356,12 +359,12 @@ class RayRun:
         late = {
             rank for rank, node in self._nodes.items() if (node.leave_by_s or math.inf) < time.monotonic()
         }
-        for rank in late:  # Ray has not placed it yet, or it hangs
+        for rank in late:  # Ray has not placed them yet, or they hang
             self._cluster.remove(self._nodes.pop(rank).actor)
         self._running = {call: rank for call, rank in self._running.items() if rank not in late}
 
     def _ended(self, rank: int, call: Any) -> tuple[int, str] | None:
-        """Takes the end of a node's process: the first node's ends the run, others are started again, or go."""
+        """Handles the end of a node's process: the first node's ends the run, others are restarted, or given up."""
         try:
             status, said = self._cluster.answer(call, f"node {rank}")
         except self._cluster.ray.exceptions.RayError as error:
@@ -386,7 +389,7 @@ class RayRun:
         elif "started" in self._last or (node.vain < VAIN_STARTS and status != ConfigError.exit_status):
             self._start(rank, AGAIN_S * node.vain)
         elif not self._cluster.done([call for call, rank in self._running.items() if not rank], LEAVE_S):
-            raise ConfigError(f"node {rank} cannot join; {text}")  # else the first node says why
+            raise ConfigError(f"node {rank} cannot join; {text}")  # otherwise the first node says why
         return None
 
     def _tell_events(self) -> None:
@@ -409,7 +412,7 @@ class RayRun:
                 del self._running[call]
 
     def _clean(self) -> None:
-        """Has the actors remove their folders, for up to `LEAVE_S`."""
+        """Makes the actors remove their folders, within `LEAVE_S`."""
         calls = [node.actor.clean.remote() for node in self._nodes.values()]
         give_up_s = time.monotonic() + LEAVE_S
         while calls and (left_s := give_up_s - time.monotonic()) > 0:
@@ -417,7 +420,7 @@ class RayRun:
                 calls.remove(call)
 
     def _check(self, status: int, said: str) -> None:
-        """Raises the error with which the run has ended, if it has not finished."""
+        """Raises the error with which the run ended, if it has not finished."""
         ending = Ending(run_dir=self.run_dir, last=self._last)
         if status == RESUMABLE:
             say(f"{ending.interrupted}, on this machine; the same command, with --run-dir, goes on in Ray")

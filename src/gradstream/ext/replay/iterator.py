@@ -37,7 +37,7 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.node import WorkerNode
 
 # ---- cluster -----------------------------------------------------------------------------
-# The nodes of a recorded run again, in this process and on virtual time.
+# Runs the nodes of a recorded run again, in this process and on virtual time.
 #
 # Nodes run the same code as in a run. There is no coordinator: each `ReplayedMember` repeats its recorded answers.
 # Nothing takes time; the `ReplaySchedule` of each shard sets the order of events.
@@ -51,9 +51,9 @@ STUCK_S = 30.0
 
 
 class ReplayCluster:
-    """Runs the nodes of a recorded run again, as far as it is asked for updates.
+    """Runs the nodes of a recorded run again, as far as updates are requested.
 
-    The attributes tell how the replay ended: `failures` by node, the first `divergence` from the recording,
+    The attributes show how the replay ended: `failures` by node, the first `divergence` from the recording,
     `over` once no update follows, and `stuck` if the replay waited for an event that did not come.
 
     Args:
@@ -241,7 +241,7 @@ class _Overlay(MemoryStorage):
 
 
 class Replay:
-    """An iterator over the updates of a recorded run, which repeats the run as far as it is asked for updates.
+    """An iterator over the updates of a recorded run, which repeats the run as far as updates are requested.
 
     `ended` is "" until the last update, and then says why no more follows. `num_updates` counts the updates so far.
 
@@ -339,8 +339,8 @@ def replay(
     """Repeats a recorded run bit for bit, and yields its updates one after the other.
 
     All nodes run in this process, on virtual time. They run the strategy, the rules and the arithmetic of the run;
-    each shard handles its events in the recorded order. Between two updates the caller can look at anything. Of a
-    resumed run the replay repeats the part that was recorded last, from its checkpoint on.
+    each shard handles its events in the recorded order. Between two updates the caller can inspect anything. For a
+    resumed run, the replay repeats the part that was recorded last, from its checkpoint on.
 
     A running event loop, as in a notebook, is blocked while an update is computed. Ctrl-C raises KeyboardInterrupt;
     after it the replay can only be closed.

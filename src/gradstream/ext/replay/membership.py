@@ -1,4 +1,4 @@
-"""The membership of a node in a replay, where all members are there and the recording repeats the coordinator."""
+"""The membership of a node in a replay, where all members are there and the recording replaces the coordinator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReplayedMembers:
 
 
 class _ReplayedRequests(WorkerRequests):
-    """Gives a worker the coordinator's recorded answers again, and waits forever when there are no more."""
+    """Repeats the coordinator's recorded answers for a worker, and waits forever when there are no more."""
 
     def __init__(
         self, runtime: Runtime, endpoint: Endpoint, reporter: Reporter, assignments: deque[BatchesAssigned]
@@ -63,7 +63,7 @@ class ReplayedMember(Member):
     Args:
         runtime, endpoint: those of the node.
         members: the members of the run.
-        entries: what the node has recorded of the coordinator's answers.
+        entries: the coordinator's answers that the node recorded.
         on_failed: called with the node's name and error when the node fails.
     """
 
@@ -105,7 +105,7 @@ class ReplayedMember(Member):
         return self.notice
 
     async def over(self) -> v1.Notice:
-        """Waits for ever: a replay ends when its shards have repeated every recorded event."""
+        """Waits forever: a replay ends when its shards have repeated every recorded event."""
         await asyncio.get_running_loop().create_future()
         return self.notice
 
@@ -156,7 +156,7 @@ class ReplayedMember(Member):
         self._on_failed(self.node.name, error)
 
     def _publish(self) -> None:
-        """Sends listeners the present notice, with the next recorded pause of this worker as a snapshot."""
+        """Sends listeners the current notice, with the next recorded pause of this worker as a snapshot."""
         notice = v1.Notice()
         notice.CopyFrom(self._first)
         notice.participation.CopyFrom(self._participation)

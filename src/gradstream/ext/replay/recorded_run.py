@@ -1,4 +1,4 @@
-"""A recorded run as its replay needs it: its plan, its model, and the recording of each node."""
+"""A recorded run in the form that its replay needs: its plan, its model, and the recording of each node."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def _read_parts(storage: Storage, job: str) -> Parts:
 
 def _resume_of(parts: Parts) -> Resume | None:
     """The checkpoint from which the recorded part of a run was resumed; None for the begin of the run."""
-    found = next((part.header["resume"] for part in parts.values()), None)
-    return None if found is None else Resume.of_json(found)
+    record = next((part.header["resume"] for part in parts.values()), None)
+    return None if record is None else Resume.of_json(record)
 
 
 def _check_arithmetic(parts: Parts) -> None:

@@ -4,7 +4,7 @@
     the release of a fetch        happens after as many updates as in the run
     an update                     begins when every event has happened that came before its end in the run
 
-An event that was not recorded never happens: a worker that was killed in the run waits for ever in the replay, at the
+An event that was not recorded never happens: a worker that was killed in the run waits forever in the replay, at the
 point where it was killed. A chunk waits for another one only through the workers, as in the run.
 """
 
@@ -119,7 +119,7 @@ def _sort_reads(logs: defaultdict[int, ChunkLog], entries: Iterable[Entry]) -> N
     for entry in entries:
         if isinstance(entry, Read):
             key = (entry.rank, entry.number)
-            if entry.attempt > attempts.get((entry.chunk, *key), -1):  # nobody uses a copy of an attempt
+            if entry.attempt > attempts.get((entry.chunk, *key), -1):  # nobody uses copies of an attempt
                 attempts[entry.chunk, *key] = entry.attempt
                 logs[entry.chunk].reads[key] = entry.chunk_time // 2
                 logs[entry.chunk].clocks[key] = entry.clock

@@ -1,4 +1,4 @@
-"""One update of a replay: its worker, its samples, and the versions it was computed on and applied to."""
+"""One update of a replay: its worker, its samples, and the versions on which it was computed and applied."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Tree = Callable[[torch.Tensor], Mapping[str, np.ndarray[Any, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedUpdate:
-    """One push of a worker, applied to every chunk that it has: to all, but under `streaming-diloco`.
+    """One push of a worker, applied to every chunk that it contains: all chunks, except under `streaming-diloco`.
 
-    Each chunk is updated by itself, so other updates may lie in between: `before` and `after` have each chunk as it
-    was directly before and directly after this update, and NaN for chunks that it has not.
+    Each chunk is updated independently, so other updates may lie in between: `before` and `after` have each chunk
+    directly before and directly after this update, and NaN for chunks that it does not contain.
 
     Args:
         number: number of the update, from 1, in the order in which updates reached their last chunk.
@@ -88,27 +88,27 @@ class ReplayedUpdate:
 
 
 # ---- finding -----------------------------------------------------------------------------
-# Predicates that find an update in a replay.
+# Conditions that stop a replay at an update.
 
-Found = Callable[[ReplayedUpdate], bool]
+StopCondition = Callable[[ReplayedUpdate], bool]
 
 JUMP = 3.0
-"""A loss of so many times the median of the losses before it is a jump."""
+"""A loss of this many times the median of the losses before it is a jump."""
 RECENT, FIRST = 32, 8
 """A median is of the 32 losses before, and of at least 8."""
 
 
-def at_update(number: int) -> Found:
+def at_update(number: int) -> StopCondition:
     """Finds the update of this number, from 1."""
     return lambda update: update.number == number
 
 
-def of_step(worker: int, step: int) -> Found:
+def of_step(worker: int, step: int) -> StopCondition:
     """Finds the update with the gradient of a worker's step; ranks and steps count from 0."""
     return lambda update: update.worker == worker and step in update.steps
 
 
-def at_chunk_version(version: int, chunk: int = 0) -> Found:
+def at_chunk_version(version: int, chunk: int = 0) -> StopCondition:
     """Finds the update that made this version of a chunk, from 1; the last one if several did.
 
     Raises:
@@ -125,12 +125,12 @@ def at_chunk_version(version: int, chunk: int = 0) -> Found:
     return found
 
 
-def not_finite() -> Found:
+def not_finite() -> StopCondition:
     """Finds the first update after which a parameter is not finite, or whose loss is infinite."""
     return lambda update: not update.finite or math.isinf(update.loss)
 
 
-def loss_jump(times: float = JUMP) -> Found:
+def loss_jump(times: float = JUMP) -> StopCondition:
     """Finds the first update whose loss is more than `times` the median of the 32 losses before it."""
     recent: deque[float] = deque(maxlen=RECENT)
 
@@ -162,7 +162,7 @@ class _OpenUpdate:
 
 
 class UpdateAssembler(Observer):
-    """Observes the workers and shards of a replay, and puts each update into `complete` once all its chunks had it.
+    """Observes the workers and shards of a replay, and puts updates into `complete` once all chunks have them.
 
     Args:
         chunks: chunks of the model.
@@ -222,22 +222,22 @@ class UpdateAssembler(Observer):
             if parked.assign:
                 continue
             key = (push.rank, push.sequence)
-            found = self._open[key]
-            found.on[due.chunk], found.at[due.chunk] = push.base_version, due.step - 1
-            found.gradient_squares += 0.0 if part is None else _squares(part)
-            found.update_squares += squares
-            found.finite = found.finite and finite
+            open_update = self._open[key]
+            open_update.on[due.chunk], open_update.at[due.chunk] = push.base_version, due.step - 1
+            open_update.gradient_squares += 0.0 if part is None else _squares(part)
+            open_update.update_squares += squares
+            open_update.finite = open_update.finite and finite
             if self._keep:
                 start, stop = self._chunks.bounds(due.chunk)
-                if found.before is None or found.after is None:
-                    found.before, found.after = (
+                if open_update.before is None or open_update.after is None:
+                    open_update.before, open_update.after = (
                         torch.full((self._chunks.elems,), math.nan, dtype=self._dtype) for _ in range(2)
                     )
-                found.before[start:stop], found.after[start:stop] = before, update.parameters
-            if len(found.at) == self._num_chunks(*key):
+                open_update.before[start:stop], open_update.after[start:stop] = before, update.parameters
+            if len(open_update.at) == self._num_chunks(*key):
                 self._close(self._open.pop(key), *key, push.lr, push.samples)
 
-    def _close(self, found: _OpenUpdate, rank: int, sequence: int, lr: float, num_samples: int) -> None:
+    def _close(self, update: _OpenUpdate, rank: int, sequence: int, lr: float, num_samples: int) -> None:
         refs = self._refs(rank, sequence)
         computed = [self._gradients.pop((rank, ref), (-1, math.nan)) for ref in refs]
         losses = [loss for step, loss in computed if step >= 0]
@@ -254,14 +254,14 @@ class UpdateAssembler(Observer):
                 num_samples=num_samples,
                 lr=lr,
                 loss=math.fsum(losses) / len(losses) if losses else math.nan,
-                computed_on=tuple(found.on[chunk] for chunk in sorted(found.on)),
-                applied_at=tuple(found.at[chunk] for chunk in sorted(found.at)),
-                gradient_norm=math.sqrt(found.gradient_squares),
-                update_norm=math.sqrt(found.update_squares),
-                finite=found.finite,
+                computed_on=tuple(update.on[chunk] for chunk in sorted(update.on)),
+                applied_at=tuple(update.at[chunk] for chunk in sorted(update.at)),
+                gradient_norm=math.sqrt(update.gradient_squares),
+                update_norm=math.sqrt(update.update_squares),
+                finite=update.finite,
                 _tree=self._tree,
-                _before=found.before,
-                _after=found.after,
+                _before=update.before,
+                _after=update.after,
             )
         )
 

@@ -1,1 +1,1 @@
-"""Runs a job on machines that the system's `ssh` reaches: nothing else has to be installed on them but gradstream."""
+"""Runs a job on machines that the system's `ssh` reaches. They need nothing but gradstream."""

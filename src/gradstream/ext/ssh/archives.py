@@ -1,7 +1,7 @@
-"""Files as tar archives, as they go from one machine to another.
+"""Files as tar archives, in which they travel between machines.
 
-What another machine has sent is unpacked by this file alone, since filters of libraries had holes: of all that a tar
-archive can hold, it takes files and folders with names that the caller expects, and refuses the rest.
+Only this file unpacks what another machine has sent, since filters of libraries had holes: of everything that a tar
+archive can hold, it accepts files and folders with names that the caller expects, and refuses the rest.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ BLOCK_BYTES = 512
 PIECE_BYTES = 1 << 20
 
 HEADER_BYTES = 1 << 16
-"""The most bytes of what stands before a member: its long name, or its values as pax has them."""
+"""Most bytes of a member's preamble: its long name, or its pax values."""
 
 END_BYTES = 1 << 20
-"""The most zeros after the last member: tar fills its last record."""
+"""Most zeros after the last member: tar fills its last record."""
 
 _HARMLESS = {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname"}
-"""Values of pax that are passed over; `path` and `size` count, and any other refuses the archive."""
+"""Pax values that are ignored; `path` and `size` count, and any other value refuses the archive."""
 
 
 class Source(Protocol):
     """Where an archive comes from: a file, a pipe, a connection."""
 
     def read(self, size: int, /) -> bytes | None:
-        """The next bytes, at most so many; none at the end."""
+        """The next bytes, at most this many; none at the end."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What an archive may hold.
+    """The permitted contents of an archive.
 
     Args:
         admits: whether a file may have this name and length in bytes.
@@ -61,7 +61,7 @@ class Expected:
 
 
 def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
-    """A tar archive of files, and of small ones that only their owner may read."""
+    """A tar archive of files, and of small files that only their owner may read."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w:gz") as archive:
         for name, path in files.items():
@@ -74,21 +74,21 @@ def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked(archive: Source, into: Path, expected: Expected) -> set[str]:
-    """Unpacks what a machine has sent into a folder of its own, to the end of the stream.
+    """Unpacks an archive from another machine into its own folder, to the end of the stream.
 
-    Only the owner can read what is unpacked. Folders are made for the files in them alone.
+    Only the owner can read the unpacked files. Folders are made only for the files in them.
 
     Args:
         archive: the bytes; they need not be a tar archive.
-        into: the folder; what is left there of an earlier time is removed.
-        expected: what may be in it.
+        into: the folder; left-overs from earlier are removed.
+        expected: the permitted contents.
 
     Returns:
         Names of the files, relative to `into`.
 
     Raises:
-        DataError: it ended early, or holds something that is not expected. The folder is gone.
-        OSError: the disk does not take it. The folder is gone.
+        DataError: it ended early, or holds something unexpected. The folder is gone.
+        OSError: the disk failed. The folder is gone.
     """
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(mode=0o700)
@@ -136,29 +136,29 @@ def _make_folders(path: str, into: Path, names: set[str], folders: set[str]) -> 
     while path not in folders:
         missing.append(path)
         path = path.rpartition("/")[0]
-    for one in reversed(missing):
-        if one in names:
-            raise DataError(f"the archive has {_shown(one)} as a file and as a folder")
+    for folder in reversed(missing):
+        if folder in names:
+            raise DataError(f"the archive has {_shown(folder)} as a file and as a folder")
         try:
-            (into / one).mkdir(mode=0o700)
+            (into / folder).mkdir(mode=0o700)
         except FileExistsError:
             raise DataError(
-                f"the archive has {_shown(one)} twice, as this file system compares names"
+                f"the archive has {_shown(folder)} twice, as this file system compares names"
             ) from None
-        folders.add(one)
+        folders.add(folder)
 
 
 def _members(archive: Source) -> Iterator[tuple[str, int, bool]]:
-    """Name, length and whether it is a file, of each member. The caller reads a file's blocks before the next one."""
-    given: dict[str, bytes] = {}
+    """Name, length and whether it is a file, of each member. The caller reads a file's blocks first."""
+    values: dict[str, bytes] = {}
     while any(block := _exactly(archive, BLOCK_BYTES)):
         _check_sum(block)
         kind, length = block[156:157], _number(block[124:136])
         if kind in (b"L", b"x"):
-            if (mark := kind.decode()) in given:
+            if (mark := kind.decode()) in values:
                 raise DataError("the archive gives a member the same value twice")
-            _add_values(given, kind, archive, length)
-            given[mark] = b""
+            _add_values(values, kind, archive, length)
+            values[mark] = b""
             continue
         if kind not in (b"0", b"\0", b"5"):
             raise DataError(
@@ -166,16 +166,16 @@ def _members(archive: Source) -> Iterator[tuple[str, int, bool]]:
                 "expected files and folders alone, no links and nothing special"
             )
         is_file = kind != b"5"
-        name = _text(given.get("path") or _name_in(block))
-        length = _digits(given["size"], 10) if "size" in given else length
-        given.clear()
+        name = _text(values.get("path") or _name_in(block))
+        length = _digits(values["size"], 10) if "size" in values else length
+        values.clear()
         if length and not is_file:
             raise DataError(f"the archive has a folder {_shown(name)} of {length:,} bytes")
         name = name.removeprefix("./") if is_file else name.removeprefix("./").removesuffix("/")
         if (is_file or name not in ("", ".")) and (fault := fault_of_path(name)):
             raise DataError(f"the archive has {_shown(name)}, a name that {fault}")
         yield name, length, is_file
-    if given:
+    if values:
         raise DataError("the archive ends after values for a member that is missing")
     left = END_BYTES
     while piece := archive.read(min(PIECE_BYTES, left + 1)):
@@ -184,19 +184,19 @@ def _members(archive: Source) -> Iterator[tuple[str, int, bool]]:
             raise DataError("the archive goes on after its end")
 
 
-def _add_values(given: dict[str, bytes], kind: bytes, archive: Source, length: int) -> None:
-    """Reads what stands before a member: a long name of GNU, or values of pax."""
+def _add_values(values: dict[str, bytes], kind: bytes, archive: Source, length: int) -> None:
+    """Reads a member's preamble: a long GNU name, or pax values."""
     if length > HEADER_BYTES:
         raise DataError(
             f"the archive has {length:,} bytes before a member, expected at most {HEADER_BYTES:,}"
         )
     data = _exactly(archive, length)
     _exactly(archive, -length % BLOCK_BYTES)
-    found = {"path": data.removesuffix(b"\0")} if kind == b"L" else dict(_pax_values(data))
-    if found.keys() & given.keys():
+    added = {"path": data.removesuffix(b"\0")} if kind == b"L" else dict(_pax_values(data))
+    if added.keys() & values.keys():
         raise DataError("the archive gives a member the same value twice")
-    given |= found
-    if any(not value for value in found.values()):
+    values |= added
+    if any(not value for value in added.values()):
         raise DataError("the archive has an empty value before a member")
 
 
@@ -289,15 +289,15 @@ class FileList:
     def of(cls, folder: Path) -> Self:
         """The list of a folder. Raises ConfigError if a file cannot be read."""
         try:
-            found = files_in(folder)
-            _check_names(found, f"{folder} has")
-            return cls({name: (path.stat().st_size, sha256_of(path)) for name, path in found.items()})
+            files = files_in(folder)
+            _check_names(files, f"{folder} has")
+            return cls({name: (path.stat().st_size, sha256_of(path)) for name, path in files.items()})
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Reads what `str` has written. Raises ConfigError if it is no such list, or leads out of the folder."""
+        """Reads the text that `str` wrote. Raises ConfigError if it is not such a list, or leads out of the folder."""
         try:
             read = parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
             check_value(read, Mapping[str, tuple[int, str]], "its files")
@@ -331,15 +331,15 @@ class FileList:
     def difference(self, folder: Path) -> str:
         """The first difference of a folder from this list; "" if it has these files, and no others."""
         try:
-            found = files_in(folder)
-            if others := sorted(found.keys() ^ self.files.keys()):
+            present = files_in(folder)
+            if others := sorted(present.keys() ^ self.files.keys()):
                 name = others[0]
-                return f"{name} is {'not expected' if name in found else 'missing'}"
+                return f"{name} is {'not expected' if name in present else 'missing'}"
             for name, (length, _) in self.files.items():
-                if (bytes_there := found[name].stat().st_size) != length:
+                if (bytes_there := present[name].stat().st_size) != length:
                     return f"{name} has {bytes_there:,} bytes, expected {length:,}"
             for name, (_, digest) in self.files.items():
-                if sha256_of(found[name]) != digest:
+                if sha256_of(present[name]) != digest:
                     return f"{name} has another SHA-256"
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
@@ -355,14 +355,14 @@ def _check_names(names: Iterable[str], where: str) -> None:
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """The files of a folder by name. It follows links to folders, but not back to one in which it is already."""
-    found: dict[str, Path] = {}
+    """The files of a folder by name. It follows links to folders, unless they lead back to an enclosing folder."""
+    files: dict[str, Path] = {}
     pending: list[tuple[str, Path, tuple[Path, ...]]] = [("", folder, (folder.resolve(),))]
     while pending:
         prefix, here, above = pending.pop()
         for entry in here.iterdir():
             if entry.is_file():
-                found[prefix + entry.name] = entry
+                files[prefix + entry.name] = entry
             elif entry.is_dir() and (real := entry.resolve()) not in above:
                 pending.append((f"{prefix}{entry.name}/", entry, (*above, real)))
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))

@@ -1,8 +1,8 @@
-"""`DataDelivery`: brings the data of a run to its machines. It leaves this one once, however many they are.
+"""`DataDelivery`: brings the data of a run to its machines. The data leaves this machine once, however many there are.
 
 Only machines that lack the data get it: the first one from here, the others from the first one, at the port where the
-processes of the run will meet. That they reach it there was tried before. A machine to which the first one cannot give
-the data gets it from here, and a line says so.
+processes of the run will meet. That they reach it there was checked before. A machine to which the first one cannot
+give the data gets it from here, and a message says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradstream.ext.ssh.host import HostError, SshHost, folder_remedy, last_line
 from gradstream.untrusted import read_settings
 
 # ---- data copy ---------------------------------------------------------------------------
-# A machine's copy of the data of a run: what `DataDelivery` has each machine do, in the folder of the run there.
+# A machine's copy of the data of a run: commands of `DataDelivery` to each machine, in the folder of the run there.
 #
 #     python -m gradstream.ext.ssh.data_delivery there FOLDER        is the data in that folder already?
 #     python -m gradstream.ext.ssh.data_delivery send                prints the copy as an archive
@@ -38,7 +38,7 @@ from gradstream.untrusted import read_settings
 #     python -m gradstream.ext.ssh.data_delivery fetch HOST PORT     takes it from there; the certificate is read from
 #                                                                standard input
 #
-# The copy is `data`, and its list of files `data.json`. A copy is made as `data.new`, and has its name once every
+# The copy is `data`, and its list of files `data.json`. A copy is made as `data.new`, and renamed once every
 # checksum is right.
 
 COPY, LIST, TOKEN_FILE = Path("data"), Path("data.json"), Path("token")
@@ -54,7 +54,7 @@ class DiskFullError(DataError):
 
 
 def use(folder: Path) -> None:
-    """Has the run use a folder of this machine as its data. Raises DataError if its files are not those of the list."""
+    """Makes the run use a folder of this machine as its data. Raises DataError unless it matches the list."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     if difference := FileList.parse(read_settings(LIST, MAX_BYTES)).difference(folder):
@@ -90,14 +90,14 @@ def receive(archive: Source) -> None:
 
 
 def serve(port: int, say: Callable[[str], object], until: IO[bytes]) -> None:
-    """Gives the copy to other machines of the run, until `until` ends."""
+    """Serves the copy to other machines of the run, until `until` ends."""
     with FileServer(files_in(COPY), _token(), port) as server:
         say(f"{server.certificate.decode().rstrip()}\n{READY} {server.port}\n")
         until.read()
 
 
 def fetch(host: str, port: int, certificate: str) -> None:
-    """Takes the data from a machine that serves it. Raises as `receive` and `served_archive` do."""
+    """Gets the data from a machine that serves it. Raises as `receive` and `served_archive` do."""
     with served_archive(host, port, certificate, _token()) as archive:
         receive(archive)
 
@@ -107,7 +107,7 @@ def _token() -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Does what the command line says. Returns the exit status; the reason of a failure is on standard error."""
+    """Executes the command line. Returns the exit status; the reason for a failure is on standard error."""
     try:
         match words:
             case ["there", folder]:
@@ -140,10 +140,10 @@ if __name__ == "__main__":
 # ---- data delivery -----------------------------------------------------------------------
 
 LONGEST_S = 3600.0
-"""Longest time in which the data comes to a machine."""
+"""Longest time to bring the data to a machine."""
 
 SERVE_S = 60.0
-"""Longest time in which the first machine begins to serve it, and in which it ends."""
+"""Longest time for the first machine to start serving the data, and to end."""
 
 SAID_BYTES = 1 << 16
 """The most bytes of what a machine says meanwhile."""
@@ -155,7 +155,7 @@ class DataDelivery:
 
     Args:
         fleet: the machines; `fleet.data` names the folder that may be there already.
-        say: is given a line for people to read.
+        say: called with lines for people to read.
     """
 
     fleet: Fleet
@@ -187,20 +187,20 @@ class DataDelivery:
         return str(files)
 
     def bring_anew(self, host: SshHost, files: bytes) -> None:
-        """Brings the data to a machine that takes the place of another one, while the run goes on.
+        """Brings the data to a machine that replaces another one, while the run goes on.
 
         Args:
             host: the machine.
-            files: the list of the files, as this machine has kept it.
+            files: the list of the files, as this machine kept it.
 
         Raises:
-            HostError: the machine has no room for it, or could not get it by way of this one either.
+                HostError: the machine has no room for it, or could not get it through this one either.
         """
         if self._without(files, [host]):
             self._pass_on([host], 0, self._relay)
 
     def _without(self, files: bytes, hosts: Sequence[SshHost]) -> list[SshHost]:
-        """Those machines where the data is not in the folder of that name already."""
+        """The machines among these that do not have the data in the folder of that name already."""
         there = self._command("there", self.fleet.data)
 
         def lacks(host: SshHost) -> bool:
@@ -215,7 +215,7 @@ class DataDelivery:
         return [host for host in hosts if found[host.name]]
 
     def _pass_on(self, others: Sequence[SshHost], port: int, instead: Callable[[SshHost], None]) -> None:
-        """Has machines get the data from the first one, or, where that is not possible, in another way."""
+        """Makes machines get the data from the first one or, if that is impossible, in another way."""
         first = self.fleet.machines[0]
         with contextlib.ExitStack() as stack:
             try:
@@ -239,9 +239,9 @@ class DataDelivery:
 
     @contextlib.contextmanager
     def _served(self, first: SshHost, port: int) -> Iterator[tuple[int, bytes]]:
-        """The first machine serves the data inside the context, at this port and with this certificate, PEM.
+        """Makes the first machine serve the data inside the context, at this port and with this certificate, PEM.
 
-        It does as long as the standard input of its server is open.
+        It does so as long as the standard input of its server is open.
         """
         words = first.words(self.fleet.inside(first, self._command("serve", str(port))))
         pipe = subprocess.PIPE
@@ -261,7 +261,7 @@ class DataDelivery:
                 yield int(ready[1]), certificate
             finally:
                 assert server.stdin is not None
-                server.stdin.close()  # ends it
+                server.stdin.close()  # ends the server
                 with _ended_after(SERVE_S, server):
                     server.wait()  # the run needs the port
 
@@ -275,7 +275,7 @@ class DataDelivery:
                     write_archive(files_in(folder), process.stdin)
                 except BrokenPipeError:
                     pass  # the machine says why
-                except OSError as error:  # one of the files here; the machine finds the archive too short
+                except OSError as error:  # on a file here; the machine finds the archive too short
                     self.say(f"{folder}: {error}")
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
@@ -284,7 +284,7 @@ class DataDelivery:
             raise HostError(f"{host.name}: {last_line(said) or f'exit status {status}'}")
 
     def _relay(self, host: SshHost) -> None:
-        """Sends what the first machine has, by way of this one."""
+        """Sends the first machine's copy, through this machine."""
         first = self.fleet.machines[0]
         words = first.words(self.fleet.inside(first, self._command("send")))
         pipe = subprocess.PIPE
@@ -292,9 +292,9 @@ class DataDelivery:
             words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.DEVNULL
         ) as archive:
             assert archive.stdout is not None
-            given: IO[bytes] = archive.stdout
+            sent: IO[bytes] = archive.stdout
             try:
-                host.do(self.fleet.inside(host, self._command("receive")), given, LONGEST_S)
+                host.do(self.fleet.inside(host, self._command("receive")), sent, LONGEST_S)
             finally:
                 archive.kill()
 
@@ -305,7 +305,7 @@ class DataDelivery:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kills a process if the context lasts longer than so many seconds."""
+    """Kills a process if the context lasts longer than this many seconds."""
     late = threading.Timer(seconds, process.kill)
     late.daemon = True
     late.start()

@@ -1,7 +1,7 @@
-"""`FileServer`: gives the files of one folder to machines of the same run, over TLS.
+"""`FileServer`: serves the files of one folder to machines of the same run, over TLS.
 
-The standard library's HTTPS suffices: a caller proves by the token of the run that it belongs to it, and gets all files
-as one tar archive. The certificate is made for this server alone and its key never leaves the process. Callers get the
+The standard library's HTTPS suffices: a caller proves by the run's token that it belongs to the run, and gets all files
+as one tar archive. The certificate is made for this server alone, and its key never leaves the process. Callers get the
 certificate by ssh, and trust no other.
 """
 
@@ -27,13 +27,13 @@ from gradstream.errors import PeerLostError, RefusedError
 from gradstream.run.remote.certificate_authority import self_signed
 
 SILENCE_S = 30.0
-"""A connection on which nothing moves for so long is closed."""
+"""A connection on which nothing moves for this long is closed."""
 
 PROOF_S = 10.0
-"""A connection on which the token was not shown for so long is closed, whatever moves on it."""
+"""A connection on which the token was not shown for this long is closed, whatever moves on it."""
 
 MAX_UNPROVED, MAX_PROVED = 64, 1024
-"""The most connections before and after the token was shown. Before, the oldest one makes room for a new one."""
+"""Most connections before and after the token was shown. Before, the oldest one makes room for a new one."""
 
 PIECE_BYTES = 1 << 20
 
@@ -80,18 +80,18 @@ class FileServer:
 
 @contextmanager
 def served_archive(host: str, port: int, certificate: str, token: str) -> Iterator[IO[bytes]]:
-    """The archive that a server gives, as it comes. It may end early: compare what it had with a list.
+    """The archive that a server sends, as it comes. It may end early: compare its contents with a list.
 
     Args:
         host: host name or address of the server.
-        certificate: its certificate, PEM. No other server is believed.
+        certificate: its certificate, PEM. No other server is trusted.
 
     Raises:
         PeerLostError: the server cannot be reached, is silent, or has another certificate.
-        RefusedError: the token is not its own.
+        RefusedError: the token is not the server's.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the certificate names no machine: it is the only one that is believed
+    context.check_hostname = False  # the certificate names no machine, but is the only one trusted
     context.load_verify_locations(cadata=certificate)
     who = f"{host}:{port}"
     with closing(http.client.HTTPSConnection(host, port, timeout=SILENCE_S, context=context)) as connection:
@@ -106,13 +106,13 @@ def served_archive(host: str, port: int, certificate: str, token: str) -> Iterat
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True  # those that hang do not keep it from ending
+    daemon_threads = True  # hanging threads do not keep it from ending
     given: Mapping[str, Path]
     authorization: str
     tls: ssl.SSLContext
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._lock = threading.Lock()
         self._unproved, self._proved = (
             dict[Any, float](),
@@ -120,12 +120,12 @@ class _Server(http.server.ThreadingHTTPServer):
         )  # when each connection began; none waits longer
 
     def get_request(self) -> tuple[Any, Any]:
-        """A connection, whose handshake its own thread makes: a silent caller keeps no other one waiting."""
+        """Accepts a connection; its own thread does the handshake, so that a silent caller keeps nobody waiting."""
         connection, address = super().get_request()
         return self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Gives a connection a thread of its own."""
+        """Gives a connection its own thread."""
         with self._lock:
             while len(self._unproved) >= MAX_UNPROVED:
                 self._hang_up(next(iter(self._unproved)))
@@ -136,11 +136,11 @@ class _Server(http.server.ThreadingHTTPServer):
         """Is called twice a second."""
         with self._lock:
             late_s = time.monotonic() - PROOF_S
-            for request in [one for one, began_s in self._unproved.items() if began_s < late_s]:
+            for request in [request for request, began_s in self._unproved.items() if began_s < late_s]:
                 self._hang_up(request)
 
     def prove(self, request: Any) -> bool:
-        """The token was shown on a connection. Returns whether it may stay."""
+        """Notes that the token was shown on a connection. Returns whether the connection may stay."""
         with self._lock:
             if self._unproved.pop(request, None) is None or len(self._proved) >= MAX_PROVED:
                 return False
@@ -148,7 +148,7 @@ class _Server(http.server.ThreadingHTTPServer):
             return True
 
     def shutdown_request(self, request: Any) -> None:
-        """A connection has ended."""
+        """Notes that a connection has ended."""
         with self._lock:
             self._unproved.pop(request, None)
             self._proved.discard(request)
@@ -158,10 +158,10 @@ class _Server(http.server.ThreadingHTTPServer):
         """Ends a connection, whose own thread then closes it."""
         del self._unproved[request]
         with suppress(OSError):
-            socket.socket.shutdown(request, socket.SHUT_RDWR)  # not that of TLS, which its thread is using
+            socket.socket.shutdown(request, socket.SHUT_RDWR)  # not TLS's shutdown, which the thread is using
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Is silent: the caller says what it has missed."""
+        """Prints nothing: the caller reports what it missed."""
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -181,11 +181,11 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         write_archive(self.server.given, self.wfile)
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing: standard error is for the reason why a server cannot begin."""
+        """Prints nothing: standard error is for the reason why a server cannot start."""
 
 
 def write_archive(files: Mapping[str, Path], into: IO[bytes] | BufferedIOBase) -> None:
-    """Writes files as a tar archive. What a link leads to goes in its place, since no other machine has that."""
+    """Writes files as a tar archive. Links are replaced by their targets, which no other machine has."""
     with tarfile.open(fileobj=into, mode="w|", dereference=True, bufsize=PIECE_BYTES) as archive:
         for name, path in files.items():
             archive.add(os.path.realpath(path), name, recursive=False)

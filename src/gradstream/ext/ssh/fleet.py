@@ -1,7 +1,7 @@
 """A job on several machines that ssh reaches: started, followed, stopped, collected, cleaned up.
 
 The first machine trains and the others join it, as `run/place.py` describes. This process only starts them: the run
-goes on without it. Everything on a machine is in one folder of its own:
+goes on without it. Everything on a machine is in one folder:
 
     JOB.py, modules     what the job needs
     token               what admits the machines to the run; only its owner can read it
@@ -41,10 +41,10 @@ END_S = 20.0
 """Longest wait for the processes of a machine, once the run has ended."""
 
 STOP_S = 120.0
-"""Longest time for `gradstream stop` on a machine besides its wait: to import torch takes a minute on a busy one."""
+"""Longest time for `gradstream stop` on a machine besides its wait: importing torch takes a minute on a busy one."""
 
 LOG_S = 600.0
-"""Longest time in which a log comes."""
+"""Longest time for a log to come."""
 
 LEAVE_S = 60.0
 """Longest wait for a machine that was asked to leave."""
@@ -59,7 +59,6 @@ class Fleet:
     """The machines of a run.
 
     Args:
-        name: name of the run.
         hosts: the machines, at least 2; the first one trains, and must be reachable by the others. "" is a free place,
             for a machine that joins later.
         ssh: the ssh client and its options.
@@ -85,10 +84,10 @@ class Fleet:
 
     @classmethod
     def of(cls, run: Path) -> Self | None:
-        """The machines of a run whose local folder this is; None if it is no run on machines, or over.
+        """The machines of the run with this local folder; None if it is not a run on machines, or over.
 
         Raises:
-            ConfigError: this machine has not started the run, so the words in the folder are not executed; or the list
+            ConfigError: this machine did not start the run, so commands in the folder are not executed; or the list
                 is damaged.
         """
         if not os.path.lexists(run / HOSTS):
@@ -127,7 +126,7 @@ class Fleet:
         return fleet
 
     def keep(self, run: Path, files: Mapping[str, Path]) -> None:
-        """Writes which machines a run is on, and keeps the files of its job, so that other commands find them."""
+        """Writes the machines of a run, and keeps the files of its job, so that other commands find them."""
         Launch.at(run).begin(files)
         try:
             run.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -186,13 +185,13 @@ class Fleet:
             tasks = {
                 host.name: pool.submit(task, host) for host in self.machines if hosts is None or host in hosts
             }
-        errors = [error for one in tasks.values() if (error := one.exception())]
+        errors = [error for task in tasks.values() if (error := task.exception())]
         for error in errors:
             if not isinstance(error, HostError):
                 raise error
         if errors:
             raise HostError("\n".join(map(str, errors)))
-        return {name: one.result() for name, one in tasks.items()}
+        return {name: task.result() for name, task in tasks.items()}
 
     # ---- the start ------------------------------------------------------------------------
 
@@ -202,10 +201,10 @@ class Fleet:
         self.at_once(lambda host: host.do(self.inside(host, _UNPACK), archive, 600.0))
 
     def send_to(self, host: SshHost, files: Mapping[str, Path]) -> None:
-        """Brings the files of the job to a machine that comes later, and the token that the first machine has.
+        """Brings the files of the job to a machine that joins later, and the first machine's token.
 
         Raises:
-            HostError: a machine cannot be reached, or what the first one has is no token.
+            HostError: a machine cannot be reached, or the first one has no valid token.
         """
         first = self.machines[0]
         token = first.do(self.inside(first, "head -c 64 token"))
@@ -248,7 +247,7 @@ class Fleet:
             yield from lines_of(io.BufferedReader(said))
 
     def states(self) -> dict[str, str]:
-        """What each machine says: its process trains, or has ended; and the last line of its log."""
+        """The state of each machine: whether its process trains or has ended; and the last line of its log."""
         script = (
             "if [ -s status ]; then echo ended with $(cat status); elif kill -0 $(cat group) 2>/dev/null; "
             "then echo runs; else echo gone; fi; tail -n 1 log"
@@ -265,7 +264,7 @@ class Fleet:
         return self.at_once(state)
 
     def has_begun(self) -> bool:
-        """Whether the run has written on the first machine what it is. Raises HostError if that cannot be reached."""
+        """Whether the run has written its description on the first machine. Raises HostError without an answer."""
         first = self.machines[0]
         script = f"[ -e {self.run_dir}/run.json ] && echo begun"
         return first.ask(self.inside(first, script)).stdout.strip() == b"begun"
@@ -278,7 +277,7 @@ class Fleet:
             wait_s: longest wait for the end of the run.
 
         Raises:
-            HostError: it has not ended in time; it may still.
+            HostError: it has not ended in time, but it still may.
         """
         first = self.machines[0]
         words = shlex.join(
@@ -302,7 +301,7 @@ class Fleet:
         """Ends what is left of the run on all machines, or some, and removes its folders there.
 
         Returns:
-            On which machines that was not possible, and why, a line for each.
+            On which machines that failed, and why, a line for each.
         """
         script = (
             'group=$(cat group 2>/dev/null); for _ in $(seq {tries}); do [ -n "$group" ] && [ ! -s status ] && '

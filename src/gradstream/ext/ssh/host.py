@@ -17,22 +17,22 @@ from typing import IO, Any
 from gradstream.errors import GradstreamError
 
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
-"""ssh asks for no password here, whatever the user's own options are: keys, an agent, or what ~/.ssh/config says."""
+"""ssh asks for no password here, whatever the user's own options: keys, an agent, or ~/.ssh/config have to do."""
 
 NO_CONNECTION = 255
 """Exit status of ssh itself."""
 
 SILENCE_S = 60.0
-"""A machine that is to send files, and sends nothing for so long, is given up."""
+"""A machine that is to send files, and sends nothing for this long, is given up."""
 
 ANSWER_BYTES = 16 << 20
-"""The most bytes of an answer; files come in another way."""
+"""Most bytes of an answer; files come in another way."""
 
 LINE_BYTES = 8000
 """The most bytes of a line that is shown."""
 
 END_S = 2.0
-"""Longest wait for the last words of a process that has ended."""
+"""Longest wait for the last output of a process that has ended."""
 
 
 class HostError(GradstreamError):
@@ -46,7 +46,7 @@ class SshHost:
     """A machine.
 
     Args:
-        name: as ssh takes it: "b", "user@10.0.0.2".
+        name: in ssh's form: "b", "user@10.0.0.2".
         ssh: the client, and options of the user, which go before `OPTIONS`.
     """
 
@@ -60,7 +60,7 @@ class SshHost:
 
     @property
     def trial(self) -> str:
-        """The line that shows what is amiss with the connection."""
+        """The command line that shows what is wrong with the connection."""
         return shlex.join([*self.ssh, self.name, "true"])
 
     def words(self, script: str) -> list[str]:
@@ -68,24 +68,24 @@ class SshHost:
         return [*self.ssh, *OPTIONS, self.name, f"sh -c {shlex.quote(script)}"]
 
     def ask(
-        self, script: str, given: bytes | IO[bytes] = b"", timeout_s: float = 60.0
+        self, script: str, sent: bytes | IO[bytes] = b"", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[bytes]:
         """Runs a script there, to its end.
 
         Args:
             script: for the shell.
-            given: its standard input, or a pipe from which that comes.
+            sent: its standard input, or a pipe from which that comes.
             timeout_s: longest time.
 
         Raises:
-            HostError: the machine cannot be reached, says too much, or the script does not end in time.
+            HostError: the machine cannot be reached, prints too much, or the script does not end in time.
         """
         words = self.words(script)
         pipe = subprocess.PIPE
-        with self._started(words, stdin=pipe if isinstance(given, bytes) else given, stdout=pipe) as process:
+        with self._started(words, stdin=pipe if isinstance(sent, bytes) else sent, stdout=pipe) as process:
             said, errors = _Pipe(process.stdout, process), _Pipe(process.stderr, process)
-            if isinstance(given, bytes):
-                threading.Thread(target=_feed, args=(process.stdin, given), daemon=True).start()
+            if isinstance(sent, bytes):
+                threading.Thread(target=_feed, args=(process.stdin, sent), daemon=True).start()
             try:
                 status = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -99,11 +99,11 @@ class SshHost:
 
     @contextmanager
     def printed(self, script: str, longest_s: float) -> Iterator[Printed]:
-        """What a script prints there, as it comes.
+        """The output of a script there, as it comes.
 
         Args:
             script: for the shell.
-            longest_s: longest time for all of it.
+            longest_s: longest time for the whole output.
 
         Raises:
             HostError: the machine cannot be reached, was silent for `SILENCE_S`, was not done in time, or the script
@@ -139,16 +139,16 @@ class SshHost:
     def _silent(self, seconds: float) -> HostError:
         return HostError(f"{self.name}: no answer within {seconds:g} s; try `{self.trial}`")
 
-    def do(self, script: str, given: bytes | IO[bytes] = b"", timeout_s: float = 60.0) -> bytes:
-        """As `ask`. Returns what the script prints. Raises HostError if its exit status is not 0, too."""
-        done = self.ask(script, given, timeout_s)
+    def do(self, script: str, sent: bytes | IO[bytes] = b"", timeout_s: float = 60.0) -> bytes:
+        """As `ask`. Returns the output of the script. Also raises HostError if its exit status is not 0."""
+        done = self.ask(script, sent, timeout_s)
         if done.returncode:
             raise HostError(f"{self.name}: {last_line(done.stderr) or f'exit status {done.returncode}'}")
         return done.stdout
 
 
 class _Pipe:
-    """Reads a pipe of a process to its end, beside others. A process that says too much is killed."""
+    """Reads a pipe of a process to its end, beside others. A process that prints too much is killed."""
 
     def __init__(self, pipe: IO[bytes] | None, process: subprocess.Popen[bytes]) -> None:
         assert pipe is not None
@@ -166,13 +166,13 @@ class _Pipe:
         pipe.close()
 
     def text(self) -> bytes:
-        """What has come. Others may hold the pipe open when the process is gone; they are not waited for."""
+        """The output so far. Others may hold the pipe open when the process is gone; they are not waited for."""
         self._thread.join(END_S)
         return bytes(self._kept)
 
 
 class Printed(io.RawIOBase):
-    """What a machine prints, which may not be silent for long."""
+    """The output of a machine, which may not be silent for long."""
 
     def __init__(self, host: SshHost, pipe: IO[bytes], end_s: float) -> None:
         self._host, self._pipe, self._end_s = host, pipe, end_s
@@ -192,19 +192,19 @@ class Printed(io.RawIOBase):
         return os.readv(self._pipe.fileno(), [into])
 
 
-def _feed(pipe: IO[bytes], given: bytes) -> None:
-    with suppress(OSError), pipe:  # who does not read it says why
-        pipe.write(given)
+def _feed(pipe: IO[bytes], sent: bytes) -> None:
+    with suppress(OSError), pipe:  # a process that does not read it says why
+        pipe.write(sent)
 
 
 def lines_of(stream: IO[bytes] | io.BufferedReader) -> Iterator[str]:
-    """The lines that a machine prints. A line that is longer than `LINE_BYTES` comes in several."""
+    """The lines that a machine prints. A line longer than `LINE_BYTES` comes in several pieces."""
     while line := stream.readline(LINE_BYTES):
         yield line.decode(errors="replace").rstrip("\r\n")
 
 
 def folder_remedy(said: str) -> str:
-    """What helps where a machine cannot use a folder, by what it says: room does only where its disk is full."""
+    """The remedy if a machine cannot use a folder: making room helps only if its disk is full."""
     is_full = "No space left" in said or "quota exceeded" in said.lower()
     return "make room, or take another --folder" if is_full else "take a --folder in which you may write"
 

@@ -1,8 +1,8 @@
 """Changes the machines of a run while it trains: one takes the place of another, joins in a free one, or leaves.
 
-A run has as many places as it began with, and those for which it made room. The job of a machine that joins later comes
-from this one, which has kept it; token and data come from the first machine, and the data is compared with the list of
-this one.
+A run has as many places as it began with, plus those for which it made room. A machine that joins later gets the job
+from this machine, which kept it, and token and data from the first machine; the data is compared with the list kept
+here.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from gradstream.ext.ssh.run_files import bring_log
 from gradstream.run.launches import Launch
 
 # ---- inspection --------------------------------------------------------------------------
-# Looks at machines before a run starts on them: what one of them lacks is said in a line, with the remedy.
+# Checks machines before a run starts on them: if one of them lacks something, a line says so, with the remedy.
 
 NO_PROGRAM, NO_GRADSTREAM, IS_THERE, NO_FOLDER = 41, 42, 43, 44
-"""Exit statuses of the script that looks at a machine."""
+"""Exit statuses of the script that checks a machine."""
 
 LOOK_S = 120.0
-"""Longest time for a look: Python, torch and the doctor take seconds, and a minute on a machine that is busy."""
+"""Longest time for a check: Python, torch and the doctor take seconds, and a minute on a busy machine."""
 
 
 def inspect(fleet: Fleet) -> dict[str, str]:
-    """Makes the folders of a run, and looks at every machine. Returns the doctor's warnings, by machine.
+    """Makes the folders of a run, and checks every machine. Returns the doctor's warnings, by machine.
 
     Raises:
         HostError: a machine lacks something. Nothing but empty folders is left on any.
     """
     made: list[SshHost] = []
     try:
-        found = fleet.at_once(lambda host: inspect_machine(fleet, host, made))
+        places = fleet.at_once(lambda host: inspect_machine(fleet, host, made))
         fleet.at_once(partial(_reach, fleet))
     except HostError:
         fleet.clean(made)
         raise
-    return found
+    return places
 
 
 def inspect_machine(fleet: Fleet, host: SshHost, made: list[SshHost]) -> str:
-    """Makes the folder of a run on a machine, and looks at it. Returns the doctor's warnings.
+    """Makes the folder of a run on a machine, and checks the machine. Returns the doctor's warnings.
 
     Args:
         fleet: the machines of the run.
         host: one of them.
-        made: gets the machine once it has a folder.
+        made: receives the machine once it has a folder.
 
     Raises:
         HostError: it lacks something.
@@ -128,14 +128,14 @@ def _reach(fleet: Fleet, host: SshHost) -> None:
 
 
 def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[str], object]) -> Fleet:
-    """Has another machine, or the same one anew, take the place of one whose process is gone.
+    """Makes another machine, or the same one again, replace one whose process is gone.
 
     Args:
         fleet: the machines of the run.
         old: name of the machine that is gone; not the first one.
         new: name of the machine that takes its place.
         run: the local folder of the run, where the new list of machines is written.
-        say: is given lines for people to read.
+        say: called with lines for people to read.
 
     Returns:
         The machines from now on.
@@ -161,7 +161,7 @@ def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[
 
 
 def add_machine(fleet: Fleet, new: str, run: Path, say: Callable[[str], object]) -> Fleet:
-    """Has a machine join in a free place. Arguments, result and errors as for `replace_machine`."""
+    """Makes a machine join in a free place. Arguments, result and errors as for `replace_machine`."""
     _check_new(fleet, new)
     if "" not in fleet.hosts:
         raise ConfigError(
@@ -174,9 +174,9 @@ def add_machine(fleet: Fleet, new: str, run: Path, say: Callable[[str], object])
 
 
 def remove_machine(fleet: Fleet, old: str, run: Path, say: Callable[[str], object]) -> Fleet:
-    """Has a machine hand in what it has computed, and leave; its place is free then.
+    """Makes a machine hand in what it has computed, and leave; its place is then free.
 
-    Arguments, result and errors as for `replace_machine`. Its log comes into the local folder of the run.
+    Arguments, result and errors as for `replace_machine`. Its log is brought into the local folder of the run.
     """
     rank, host = _rank_of(fleet, old), _machine(fleet, old)
     if not fleet.leave(host):
@@ -214,7 +214,7 @@ def _with(fleet: Fleet, rank: int, name: str) -> Fleet:
 
 
 def _begun(fleet: Fleet, rank: int, name: str, run: Path, say: Callable[[str], object]) -> Fleet:
-    """Looks at a machine, brings what it needs, and starts its process in a place. Raises HostError."""
+    """Checks a machine, brings what it needs, and starts its process in a place. Raises HostError."""
     after, made = _with(fleet, rank, name), list[SshHost]()
     host = _machine(after, name)
     try:

@@ -1,4 +1,4 @@
-"""The run directory of a run over ssh: brought here from the first machine in the end, and back if the run goes on."""
+"""The run directory of a run over ssh: fetched from the first machine at the end, sent back to continue."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gradstream.ext.ssh.host import HostError, SshHost
 from gradstream.run.files import BROUGHT, HOSTS, JOB, LOGS
 
 OWN = "own"
-"""Folder in that of the first machine, with other files that the job has written into the run directory."""
+"""Folder in the first machine's folder, with other files that the job has written into the run directory."""
 
 BRING_S = 3600.0
-"""Longest time in which a run directory comes from the first machine, or goes there."""
+"""Longest time to bring a run directory from the first machine, or back."""
 
 LOG_BYTES, STATUS_BYTES = 1 << 30, 64
 """The most bytes of a log, and of an exit status."""
@@ -40,16 +40,16 @@ _TAR = "tar --exclude='.*' --hard-dereference -cf - --verbatim-files-from -T -"
 
 
 def collect(fleet: Fleet, run: Path) -> list[str]:
-    """Brings what the first machine has in its run directory, and the log of each machine, into a local folder.
+    """Brings the first machine's run directory, and the log of each machine, into a local folder.
 
-    Other files than those of a run come into `OWN` in the folder of the first machine, where no command reads them. The
+    Files that do not belong to a run go into `OWN` in the first machine's folder, where no command reads them. The
     checkpoints there replace those here, if any is whole.
 
     Returns:
-        Why the logs of some machines are not there, a line for each.
+        Why the logs of some machines are missing, a line for each.
 
     Raises:
-        HostError: the run directory could not be brought. What is here is as before.
+        HostError: the run directory could not be brought. The local folder is unchanged.
     """
     first, *_ = fleet.machines
     home, known = fleet.run_dir, "|".join(map(re.escape, BROUGHT))
@@ -70,7 +70,7 @@ def collect(fleet: Fleet, run: Path) -> list[str]:
 
 
 def bring_log(fleet: Fleet, run: Path, host: SshHost) -> str:
-    """Brings the log of a machine into the local folder of the run. Returns why it could not; "" if it has."""
+    """Brings the log of a machine into the local folder of the run. Returns why it could not; "" if it could."""
     script = fleet.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)")
     into = _folder_of(run, host)
     into.parent.mkdir(parents=True, exist_ok=True)
@@ -83,10 +83,10 @@ def bring_log(fleet: Fleet, run: Path, host: SshHost) -> str:
 
 
 def take_back(fleet: Fleet, run: Path) -> None:
-    """Brings the run directory of an earlier start back to the first machine, which goes on from it.
+    """Brings the run directory of an earlier start back to the first machine, which continues from it.
 
     Raises:
-        HostError: it is not there in time, or the machine has no room for it.
+        HostError: it did not get there in time, or the machine has no room for it.
     """
     first, *_ = fleet.machines
     here = [f"./{path.name}" for path in run.iterdir() if path.name not in (HOSTS, LOGS, JOB)]
@@ -102,7 +102,7 @@ def take_back(fleet: Fleet, run: Path) -> None:
 def _brought(
     host: SshHost, script: str, beside: Path, expected: Expected, longest_s: float = BRING_S
 ) -> Iterator[Path]:
-    """Unpacks the archive that a script prints. The folder with its files is there inside of the context alone."""
+    """Unpacks the archive that a script prints. The folder with its files exists only inside the context."""
     with tempfile.TemporaryDirectory(dir=beside, prefix=".brought-") as folder:
         new = Path(folder) / "new"
         try:
@@ -114,7 +114,7 @@ def _brought(
 
 
 def _put(new: Path, place: Path) -> None:
-    """Puts a file or folder in its place. What was there is removed with the folder of the new one."""
+    """Puts a file or folder in its place. The replaced one is removed with the folder of the new one."""
     if place.is_symlink() or place.exists():
         place.rename(new.with_name(f"{new.name}.before"))
     new.rename(place)
@@ -128,7 +128,7 @@ def _files(run: Path, admits: Callable[[str, int], bool]) -> Expected:
 
 def _of_run(name: str, length: int) -> bool:
     first, *rest = name.split("/")
-    return first in BROUGHT and bool(rest) is ("." not in first) and not any(one[0] == "." for one in rest)
+    return first in BROUGHT and bool(rest) is ("." not in first) and not any(name[0] == "." for name in rest)
 
 
 _LOGS = Expected(

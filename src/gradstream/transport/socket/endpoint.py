@@ -373,9 +373,14 @@ class SocketEndpoint(EndpointCore):
         multiplexers = [*self._outgoing.values(), *self._callers.values()]
         try:
             if not abruptly:
-                connections = [connection for one in multiplexers for connection in one.connections]
+                connections = [
+                    connection for multiplexer in multiplexers for connection in multiplexer.connections
+                ]
                 await self.runtime.within(
-                    FLUSH_S, self.runtime.gather(*(one.flushed() for one in connections if one.started))
+                    FLUSH_S,
+                    self.runtime.gather(
+                        *(connection.flushed() for connection in connections if connection.started)
+                    ),
                 )
         except TimeoutError:
             pass  # does not wait for a peer that does not read

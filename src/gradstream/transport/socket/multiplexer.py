@@ -255,7 +255,7 @@ class Multiplexer:
         """Sends a frame; a frame with a payload takes the connection with the shortest queue."""
         connection = self.connections[0]
         if frame.payload is not None and len(self.connections) > 1:
-            connection = min(self.connections, key=lambda one: one.backlog_bytes)
+            connection = min(self.connections, key=lambda connection: connection.backlog_bytes)
         connection.post(frame)
 
     def drop(self, number: int) -> None:
