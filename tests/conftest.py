@@ -97,7 +97,8 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests as `slow` and `long` by slow.txt, and each by its kind if `-m` chooses among them.
 
-    Which cases of a test stay in `make test` is drawn by the name of the test: every process draws the same.
+    Which cases of a test stay in `make test` is drawn by the name of the test: every process draws the same. Those
+    that are marked as `kept` stay, too.
     Where several processes share the files, the file that takes longest comes first.
     """
     slow, of_files = dict[str, tuple[float, int]](), defaultdict[str, float](float)
@@ -118,7 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if name not in drawn:
                 drawn[name] = set(random.Random(name).sample(range(cases_of[name]), kept))
             item.add_marker("slow")
-            if seconds_a_case >= LONG_S or seen[name] not in drawn[name]:
+            in_sample = seen[name] in drawn[name] or item.get_closest_marker("kept") is not None
+            if seconds_a_case >= LONG_S or not in_sample:
                 item.add_marker("long")
             seen[name] += 1
         if by_kind:

@@ -103,9 +103,15 @@ class Stages:
                 model.backward_weights(graph, gradient)
         return float(values["loss"]), self.joined(gradients)
 
-    def evaluate(self, vectors: list[torch.Tensor], batch: Batch) -> Mapping[str, Any]:
+    def evaluate(
+        self, vectors: list[torch.Tensor], batch: Batch, *, targets: bool = True
+    ) -> Mapping[str, Any]:
         """What the last stage returns in eval() mode."""
         values: dict[str, Any] = minibatch_values(self.plan.graph, batch)
+        if not targets:
+            values = {name: value for name, value in values.items() if not name.startswith("targets")}
         for stage, model, vector in zip(self.plan.stages, self.models, vectors, strict=True):
-            values |= model.evaluate(vector, {name: values[name] for name in stage.inputs})
+            values |= model.evaluate(
+                vector, {name: values[name] for name in stage.inputs if targets or name in values}
+            )
         return values

@@ -64,6 +64,16 @@ def test_any_size_comes_back_and_zeros_stay_zeros(codec: Codec, elems: int) -> N
     assert not sent(codec, torch.zeros(elems)).any()
 
 
+@pytest.mark.parametrize("codec", PLAIN)
+def test_a_tensor_without_elements_comes_back(codec: Codec) -> None:
+    assert sent(codec, normal(0)).shape == (0,)
+
+
+def test_feedback_is_dense_where_its_codec_says_so() -> None:
+    assert C.ErrorFeedback(C.Sign()).dense and not C.ErrorFeedback(C.TopK()).dense
+    assert not C.ErrorFeedback(C.RandomK()).dense  # which says nothing, as a codec of your own may
+
+
 N = 1 << 16
 
 
@@ -369,7 +379,8 @@ def test_where_workers_differ_feedback_is_better_than_none_and_ef21_than_feedbac
         (lambda: C.Blocks(block=100), "block is 100; expected a power of 2"),
         (lambda: C.QSGD(bits=3), "bits is 3"),
         (lambda: C.QSGD(bucket=9), "bucket is 9"),
-        (lambda: C.Sign(block=7), "block is 7"),
+        (lambda: C.Sign(block=0), "block is 0"),
+        (lambda: C.Sign(block=12), "block is 12"),
         (lambda: C.Cast("float8"), "dtype is 'float8'"),
         (lambda: C.DGC(momentum=1.0), "momentum is 1.0"),
         (lambda: C.ChunkTopK(k=5), "k is 5"),

@@ -51,6 +51,7 @@ def test_only_matrices_that_become_smaller_are_thin() -> None:
     tensors = [(slot.start, slot.shape) for slot in LAYOUT.slots]
     assert gs.codecs.PowerSGD(2).matrices(tensors) == [MatrixPlace(5, 12, 8), MatrixPlace(101, 6, 12)]
     assert gs.codecs.PowerSGD(4).matrices(tensors) == [MatrixPlace(5, 12, 8)]
+    assert gs.codecs.PowerSGD(1).matrices([(0, ()), (1, (9,)), (10, (0, 9))]) == []
 
 
 def test_a_matrix_of_low_rank_is_exact_after_one_round() -> None:

@@ -171,10 +171,11 @@ def test_update_rules_of_peers_name_no_code(text: str) -> None:
         optimizer_of_text(text)
 
 
-@pytest.mark.parametrize("port", ["9" * 5000, "²", "٣", "70000", "-1", "+1", " 1"])
+@pytest.mark.parametrize("port", ["9" * 5000, "²", "٣", "65536", "70000", "-1", "+1", " 1"])
 def test_ports(port: str) -> None:
     with pytest.raises(ConfigError):
         host_and_port(f"10.0.0.1:{port}")
+    assert host_and_port("10.0.0.1:65535") == ("10.0.0.1", 65535)
     with pytest.raises(ConfigError):
         Address.parse(f"10.0.0.1:{port}", "--listen")
 

@@ -126,10 +126,14 @@ def test_loss_and_gradient_of_the_stages_are_the_whole_models(name: str, parts: 
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
     outputs = stages.evaluate(vectors, batch)["outputs"]
     torch.testing.assert_close(outputs, model.outputs(whole, batch.inputs), rtol=0, atol=1e-12)
+    alone = stages.evaluate(vectors, batch, targets=False)
+    assert torch.equal(alone["outputs"], outputs) and "loss" not in alone
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("name", ["mlp", "residual", "recurrent", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "residual", pytest.param("recurrent", marks=pytest.mark.kept), "transformer"]
+)
 def test_the_halves_of_a_backward_pass_are_the_whole_of_it(name: str, parts: int) -> None:
     build, loss, batch = case(name)
     stages = Stages.of(from_torch(lambda: build().double(), loss), batch, parts)
@@ -151,7 +155,7 @@ def test_only_what_crosses_a_cut_travels_and_once_to_each_part() -> None:
 
 def test_plans_of_two_processes_are_equal() -> None:
     build, loss, batch = case("transformer")
-    assert plan_split(from_torch(build, loss), batch, 3) == plan_split(from_torch(build, loss), batch, 3)
+    assert plan_split(from_torch(build, loss), batch, 4) == plan_split(from_torch(build, loss), batch, 4)
 
 
 def test_a_map_says_which_module_is_where() -> None:

@@ -128,6 +128,41 @@ def test_a_trial_that_is_not_finite_is_shortened() -> None:
     assert np.isfinite(twin.run()["loss"]) and np.allclose(twin.vectors[""], 1.0, atol=1e-3)
 
 
+@pytest.mark.parametrize("search", [None, "exact", "armijo", "strong_wolfe"])
+def test_every_pass_counts(search: Any) -> None:
+    objective, _ = quadratic(5, 20.0, seed=0)
+    passes = 0
+
+    def counted(w: Any) -> tuple[float, Any]:
+        nonlocal passes
+        passes += 1
+        return objective(w)
+
+    method = gs.strategies.GradientDescent(line_search_fn=search, lr=0.01, max_eval=20)
+    assert OneProcess(method, counted, np.zeros(5)).run()["passes"] == passes >= 20
+
+
+def test_a_search_out_of_passes_goes_back_to_its_best_trial() -> None:
+    def valley(w: Any) -> tuple[float, Any]:
+        value, slope = {0.0: (0.0, -1.0), 1.0: (-0.5, -0.95)}.get(float(w[0]), (5.0, 1.0))
+        return value, np.array([slope])
+
+    twin = OneProcess(
+        gs.strategies.GradientDescent(line_search_fn="strong_wolfe", max_eval=3), valley, np.zeros(1)
+    )
+    state = twin.run()  # passes at 0 and 1, at a third place, and at 1 again
+    assert (state["loss"], state["passes"], twin.vectors[""].item()) == (-0.5, 4, 1.0)
+
+
+def test_conjugate_gradients_try_a_step_that_decreases_f_as_the_last_one_did() -> None:
+    objective, _ = quadratic(15, 20.0, seed=1)
+    twin = OneProcess(gs.strategies.ConjugateGradient(tolerance_change=1e-6), objective, np.zeros(15))
+    twin.run()
+    assert len(twin.states) > 5
+    for before, after in zip(twin.states, twin.states[1:], strict=False):
+        assert after["change"] == after["loss"] - before["loss"] < 0
+
+
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [

@@ -75,9 +75,7 @@ class PowerSGD:
     def matrices(self, tensors: Iterable[tuple[int, tuple[int, ...]]]) -> list[MatrixPlace]:
         """The tensors that are sent as two thin matrices, of (first element, shape) of all."""
         found = [
-            MatrixPlace(start, shape[0], math.prod(shape[1:]))
-            for start, shape in tensors
-            if len(shape) > 1 and 0 not in shape
+            MatrixPlace(start, shape[0], math.prod(shape[1:])) for start, shape in tensors if len(shape) > 1
         ]
         return [one for one in found if self.rank * (one.rows + one.columns) < one.rows * one.columns]
 

@@ -306,6 +306,9 @@ async def lent_while_waiting(pair: Pair) -> None:
 async def ownership_after_deadline(pair: Pair) -> None:
     """After a deadline the memory is free at once, and late data is never written into it."""
     into, source = Vector("into", torch.zeros(8)), Vector("source", torch.ones(8))
+    with into.all.borrowed(write=False, to="the check"):
+        work = pair.near.recv("far", 7, into.all, silence_s=2 * pair.tick_s)
+        await raises(LentMemoryError, work, "recv into what others read")
     work = pair.near.recv("far", 7, into.all, silence_s=2 * pair.tick_s)
     error = await raises(DeadlineError, work, "recv of what nobody sends")
     assert isinstance(error, DeadlineError)
