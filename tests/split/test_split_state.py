@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 from gradstream.errors import ConfigError
 from gradstream.model import from_torch
 from gradstream.split.cut import plan_split
+from gradstream.split.part_model import PartModel
 from split_stages import Stages, batch_of, whole_gradient, whole_parameters
 
 RNG = np.random.default_rng(0)
@@ -283,3 +284,18 @@ def test_batch_norm_that_counts_minibatches_is_refused_by_name() -> None:
 )
 def test_values_are_blamed_only_where_they_are_the_cause(between: Between, match: str) -> None:
     refused(lambda: Net(between), match)
+
+
+def test_part_0_knows_the_buffers_of_another_part_as_they_were_last_heard() -> None:
+    def build() -> nn.Module:
+        layers = [module for _ in range(4) for module in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())]
+        return nn.Sequential(*layers, nn.Linear(6, 3))
+
+    model = from_torch(build, F.cross_entropy)
+    first, second = (PartModel(model, batch_of(INPUTS, CLASSES), 2, part) for part in range(2))
+    theirs = list(first.buffers_of_part(1))
+    assert len(theirs) > 3 and [*first.buffers()] == [*first.whole_buffers] and [*second.buffers()] == theirs
+    second.load_buffers({name: array + i for i, (name, array) in enumerate(second.buffers().items())})
+    first.unpack_buffers(1, second.packed_buffers(1))
+    for name, array in second.buffers().items():
+        assert np.array_equal(first.buffers()[name], array)
