@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,34 +97,50 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests as `slow` and `long` by slow.txt, and each by its kind if `-m` chooses among them.
 
-    Which cases of a test stay in `make test` is drawn by the name of the test: every process draws the same. Those
-    that are marked as `kept` stay, too.
+    Which cases of a test stay in `make test` is drawn by the name of the test: every process draws the same.
     Where several processes share the files, the file that takes longest comes first.
     """
     slow, of_files = dict[str, tuple[float, int]](), defaultdict[str, float](float)
-    cases_of = Counter(item.nodeid.partition("[")[0] for item in items)
+    cases_of = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        cases_of[item.nodeid.partition("[")[0]].append(item)
     for line in SLOW.read_text().splitlines():
         seconds, cases, name = line.split()
         share = 1.0 if name.startswith(WHOLE) else min(1.0, SHARE_S / (float(seconds) or SHARE_S))
-        slow[name] = float(seconds) / int(cases), max(1, round(cases_of[name] * share))
+        slow[name] = float(seconds) / int(cases), max(1, round(len(cases_of[name]) * share))
         of_files[name.partition("::")[0]] += float(seconds)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -of_files[item.nodeid.partition("::")[0]])
     by_kind = any(kind in config.option.markexpr for kind in KINDS)
-    seen, drawn = Counter[str](), dict[str, set[int]]()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
+    for name, its_cases in cases_of.items():
         if name in slow:
-            seconds_a_case, kept = slow[name]
-            if name not in drawn:
-                drawn[name] = set(random.Random(name).sample(range(cases_of[name]), kept))
-            item.add_marker("slow")
-            in_sample = seen[name] in drawn[name] or item.get_closest_marker("kept") is not None
-            if seconds_a_case >= LONG_S or not in_sample:
-                item.add_marker("long")
-            seen[name] += 1
+            seconds_a_case, num_drawn = slow[name]
+            drawn = drawn_of(name, its_cases, num_drawn)
+            for item in its_cases:
+                item.add_marker("slow")
+                if seconds_a_case >= LONG_S or item not in drawn:
+                    item.add_marker("long")
         if by_kind:
-            mark_kind(item)
+            for item in its_cases:
+                mark_kind(item)
+
+
+def drawn_of(name: str, cases: list[pytest.Item], num: int) -> list[pytest.Item]:
+    """The cases of a test that `make test` runs: all `kept`, and so many others, with as many values as can be."""
+    if num >= len(cases):
+        return cases
+    kept = [item for item in cases if item.get_closest_marker("kept")]
+    left: dict[pytest.Item, set[tuple[str, str]]] = {
+        item: {(key, repr(value)) for key, value in item.callspec.params.items()}
+        for item in random.Random(name).sample(cases, len(cases))
+        if isinstance(item, pytest.Function)
+    }
+    seen = set[tuple[str, str]]().union(*(left.pop(item) for item in kept))
+    drawn = list[pytest.Item]()
+    while left and len(drawn) < num:
+        drawn.append(max(left, key=lambda item: len(left[item] - seen)))
+        seen |= left.pop(drawn[-1])
+    return kept + drawn
 
 
 def mark_kind(item: pytest.Item) -> None:
