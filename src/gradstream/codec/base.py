@@ -56,7 +56,7 @@ class Codec(Protocol):
         ...
 
     def encoded_bytes(self, elems: int) -> int:
-        """The size in bytes of so many encoded elements."""
+        """The size in bytes of this many encoded elements."""
         ...
 
     def encode(
@@ -138,7 +138,7 @@ class Encoder:
         self._state = state or {}
 
     def words(self, elems: int) -> int:
-        """The number of words that so many encoded elements fill."""
+        """The number of words that this many encoded elements fill."""
         return -(-self.codec.encoded_bytes(elems) // WORD.itemsize)
 
     def kept(self, start: int, stop: int) -> list[Span]:
@@ -174,7 +174,7 @@ class Encoder:
         return seed_of(self._seed, number, part)
 
     def coded(self, words: torch.Tensor, elems: int) -> torch.Tensor:
-        """The bytes of so many encoded elements in words."""
+        """The bytes of this many encoded elements in words."""
         return words.view(torch.uint8)[: self.codec.encoded_bytes(elems)]
 
     def decode(self, words: torch.Tensor, into: torch.Tensor) -> None:
@@ -187,7 +187,7 @@ class Encoder:
             self.codec.decode(self.coded(words, len(into)), into)
 
     def misfit(self, words: torch.Tensor | None, elems: int) -> str:
-        """Why words that have come are not those of so many elements; "" if they are."""
+        """Why words that have come are not those of this many elements; "" if they are."""
         expected = self.words(elems)
         if words is not None and (words.dtype, len(words)) == (WORD, expected):
             return ""
@@ -209,7 +209,7 @@ def seed_of(*parts: object) -> int:
 # Small whole numbers in few bits each.
 
 TILE_ELEMS = 1 << 16
-"""Codecs go through a tensor in pieces of so many elements, which stay in the cache from one pass to the next."""
+"""Codecs go through a tensor in pieces of this many elements, which stay in the cache from one pass to the next."""
 
 
 def tiles(elems: int, block: int, bits: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -225,7 +225,7 @@ def tiles(elems: int, block: int, bits: int) -> Iterator[tuple[slice, slice, sli
 
 
 def packed_bytes(elems: int, bits: int) -> int:
-    """The size in bytes of so many numbers of 1, 2, 4 or 8 bits."""
+    """The size in bytes of this many numbers of 1, 2, 4 or 8 bits."""
     return -(-elems * bits // 8)
 
 

@@ -25,7 +25,7 @@ def _check_inner(name: str, codec: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback:
-    """Adds to each tensor what was left out of those before, and keeps what is left out of it.
+    """Adds to each tensor what was dropped from those before, and keeps what is dropped from it.
 
     ::
 

@@ -45,12 +45,12 @@ class MatrixPlace:
 class PowerSGD:
     """Low-rank gradients with error feedback, for workers that sum in a group.
 
-    Each worker adds to its part of a matrix what was left out of those before: X_i = M_i + e_i. With P as above,
+    Each worker adds to its part of a matrix what was dropped from those before: X_i = M_i + e_i. With P as above,
     e_i ← X_i - P·(X_iᵀ·P)ᵀ: the sum of all that is left and of the P·Qᵀ of all rounds is the sum of all gradients.
     Tensors of one dimension, and matrices that the two thin ones would not make smaller, are summed as they are.
 
     Args:
-        rank: r, at least 1. 4r(R + C) bytes a matrix in the place of 4RC.
+        rank: r, at least 1. 4r(R + C) bytes a matrix in place of 4RC.
 
     Raises:
         ConfigError: a smaller rank.

@@ -25,7 +25,7 @@ _SAFE_NORM = 1e-15, 1e18
 """Norms between which float32 holds the squares that they are made of."""
 
 _LEAST_NORM = 1e-36
-"""Below it the quotient of level and norm is no number of float32: the bucket is sent as zeros."""
+"""Below it the quotient of level and norm is not a number of float32: the bucket is sent as zeros."""
 
 
 @dataclass(frozen=True, slots=True)

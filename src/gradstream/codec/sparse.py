@@ -201,7 +201,7 @@ class DGC(BuiltIn):
         u ← momentum · u + g;   v ← v + u;   send the k largest of v;   there, u ← 0 and v ← 0
 
     Momentum correction: what waits in v has gone through the momentum, so it arrives as it would have without
-    compression. Factor masking, u ← 0: a number that was sent does not go on in the direction of long ago. The run's
+    compression. Factor masking, u ← 0: a number that was sent does not continue in the direction of long ago. The run's
     optimizer must have no momentum of its own. A density of 0.001 needs a beginning with larger ones: phases of the
     job with 0.25, 0.0625, 0.015625 and 0.004 (`gs.Phase`).
 

@@ -34,7 +34,7 @@ LONG_ELEMS = 1 << 18  # 1 MiB, or as many as take `PATIENCE_S`
 PATIENCE_S = 0.02
 TIMES = 8  # even: see `_typical`
 FAR_S = 5e-3
-"""Messages that take so long are measured less often: next to their way, what a processor does is nothing."""
+"""Messages that take this long are measured less often: next to their way, what a processor does is nothing."""
 FAR_TIMES = 2
 FAR_LENGTH = 3.0
 """A message that takes less than this many times as long as a short one may have waited a round trip for TCP alone."""

@@ -43,7 +43,7 @@ from gradstream.wire import v1
 # ---- data sockets ------------------------------------------------------------------------
 # Data sockets between two ranks that send each other messages, and the thread that uses them.
 #
-# The streams of the communicator carry everything else: signs of life, and reports of lost ranks. When a rank is
+# The streams of the communicator carry everything else: heartbeats, and reports of lost ranks. When a rank is
 # lost, its sockets break, or ranks that hear of the loss shut them down. Either ends what the thread does.
 
 
@@ -132,7 +132,7 @@ class GroupDataSockets:
 
 T = TypeVar("T")
 
-BEATS = 8  # signs of life within `silence_s`
+BEATS = 8  # heartbeats within `silence_s`
 MESSAGE_BYTES = 1024  # longest text that is taken from a rank that reports a loss
 LINGER_S = 5.0  # longest time that a leaving rank waits for the others to have received everything it sent
 
@@ -295,7 +295,7 @@ class Communicator:
     async def guarded(self, work: Coroutine[Any, Any, T], *, streams_only: bool = False) -> T:
         """Carries out `work`, which needs all ranks. If a rank is lost meanwhile, `work` is cancelled.
 
-        A caller that gives up (by a cancellation or an error) breaks the group, since the others cannot go on
+        A caller that gives up (by a cancellation or an error) breaks the group, since the others cannot continue
         without this rank.
 
         Args:
@@ -370,9 +370,9 @@ class Communicator:
         self._released.ring()
 
     async def _keep_alive(self) -> None:
-        """Gives signs of life to all ranks, and looks for one that gives none."""
+        """Gives heartbeats to all ranks, and looks for one that gives none."""
         period_s = self.members.silence_s / BEATS
-        lost_s = self.members.silence_s + period_s  # its last sign of life is older than what has silenced it
+        lost_s = self.members.silence_s + period_s  # its last heartbeat is older than what has silenced it
         while self.loss is None:
             next_s = period_s
             for rank, stream in list(self._streams.items()):

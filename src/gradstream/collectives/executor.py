@@ -1,6 +1,6 @@
 """Carries out one rank's plan: everything that need not wait runs at the same time, piece by piece.
 
-`PlanProgress` says which steps may go on. A driver moves the bytes: `SocketDriver` over data sockets, on a
+`PlanProgress` says which steps may continue. A driver moves the bytes: `SocketDriver` over data sockets, on a
 thread, and `StreamDriver` over the streams of the communicator, on the event loop. Before a step touches
 elements it waits until earlier steps are done with them. So a long vector is sent on while it still arrives,
 in both directions at once. The order of additions depends on the schedule alone.

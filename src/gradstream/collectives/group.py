@@ -142,7 +142,7 @@ class Group(Protocol):
     def abandon(self, error: PeerLostError) -> None:
         """Breaks the group: somebody else has found out that `error.peer` is gone.
 
-        Operations under way and later ones raise, here and at all other ranks.
+        Operations in progress and later ones raise, here and at all other ranks.
         """
         ...
 

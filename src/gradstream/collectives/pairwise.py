@@ -2,13 +2,14 @@
 
     opens a stream for round r ──▶ ◀── opens a stream for round r       each of a pair gives on its own stream
     "I am there"               ──▶      waits until it is in round r itself
-                               ◀── "come" or "I go on without you"
+                               ◀── "come" or "I continue without you"
     its vectors                ──▶
                                ◀── "I have them all"
 
 An exchange is done when a node has the partner's vectors, and the partner has said that it has this node's. Otherwise
-the node goes on alone, and so does the partner; they can differ only where their connection breaks between the two last
-messages. What was received of an exchange that is not done is used by nobody. A node may also give to one node, and
+the node continues alone, and so does the partner; they can differ only where their connection breaks between the two
+last messages. What was received of an exchange that is not done is used by nobody. A node may also give to one node,
+and
 take from another: `pass_on`. Then each half is done, or not, by itself.
 
 A stream says for which round it is, and comes from one incarnation of a node. Rounds of a node only grow. So what comes
@@ -57,7 +58,7 @@ class GoneOnError(PeerLostError):
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """The exchange of a round that is under way.
+    """The exchange of a round in progress.
 
     Args:
         to: name of the node that gets this one's vectors.
@@ -92,7 +93,7 @@ class PairwiseExchange:
 
     Args:
         endpoint: a started endpoint, which knows the addresses of all partners.
-        silence_s: a partner that is silent for so long is given up, in seconds.
+        silence_s: a partner that is silent for this long is given up, in seconds.
 
     Attributes:
         given_bytes, taken_bytes: bytes of vectors that this node has sent and received so far.
@@ -166,7 +167,7 @@ class PairwiseExchange:
                     exchange.incoming.cancel("the exchange was given up")  # nothing is written any more
 
     def lost(self, node: str, why: str) -> None:
-        """Gives up what is exchanged with a node that is no member any more."""
+        """Gives up what is exchanged with a node that is not a member any more."""
         exchange, error = self._current, PeerLostError(node, why)
         if exchange is not None and exchange.to == node:
             exchange.fail(error, exchange.gave)

@@ -1,7 +1,7 @@
 """How the ranks of a group find each other: in each pair, the lower rank opens a stream to the higher one.
 
 Ranks may come in any order: a rank tries again while the one that it calls is not there yet. The caller confirms a
-stream that was accepted. Until then it does not count: a network may deliver a request that was refused once more,
+stream that was accepted. Until then it does not count: a network may deliver a request that was refused again,
 later, when it would be accepted.
 """
 

@@ -129,7 +129,7 @@ class DependencyPlan:
     Args:
         steps: the steps of at least one element, in the order of the schedule.
         after: for each step, the numbers of earlier steps that touch some of its elements. Two sends do not
-            conflict. Dependencies that follow from other entries are left out.
+            conflict. Dependencies that follow from other entries are skipped.
         sends: for each peer, the numbers of the steps that send to it, in order. They run one after the other.
         recvs: for each peer, the numbers of the steps that receive from it, in order.
     """

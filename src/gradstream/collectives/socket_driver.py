@@ -157,10 +157,10 @@ class SocketDriver:
         self._writers: list[SocketWriter] = []
         for peer, numbers in plan.recvs.items():
             due = DuePieces(transfer, numbers, len(sockets[peer]))
-            self._readers += [SocketReader(transfer, due, one) for one in sockets[peer]]
+            self._readers += [SocketReader(transfer, due, socket) for socket in sockets[peer]]
         for peer, numbers in plan.sends.items():
             left = LeftPieces(transfer, numbers)
-            self._writers += [SocketWriter(transfer, left, one) for one in sockets[peer]]
+            self._writers += [SocketWriter(transfer, left, socket) for socket in sockets[peer]]
 
     async def run(self) -> None:
         """See `ScheduleDriver.run`. However this ends, nothing touches the operation's memory afterwards."""
@@ -201,7 +201,7 @@ class SocketDriver:
 
 
 class _Poller:
-    """Finds the sockets that can go on. Tells the system only what has changed since the last call."""
+    """Finds the sockets that can continue. Tells the system only what has changed since the last call."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -351,7 +351,7 @@ class SocketReader(_Direction):
             self._end(self._piece)
 
     def _received(self, room: memoryview) -> int | None:
-        """Bytes that have come now: 0 where no more will, None where some may."""
+        """Bytes that have come now: 0 if no more will, None if some may."""
         try:
             return self._data_socket.socket.recv_into(room)
         except (BlockingIOError, InterruptedError):

@@ -35,7 +35,7 @@ class Batch:
         inputs: an array or tensor, or a tree of them, samples along the first axis. Samples of
             varying length come as a list with one array for each, or padded.
         targets: arrays or tensors of the same kind; None if there are only inputs.
-        num_samples: number of samples; 0 where a worker has none in a round.
+        num_samples: number of samples; 0 if a worker has none in a round.
         ids: the position of each sample in the data set; empty in a stream, whose samples have none.
     """
 
@@ -46,7 +46,7 @@ class Batch:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The same tree with `fn(leaf)` in the place of each leaf. Mappings become dicts."""
+    """The same tree with `fn(leaf)` in place of each leaf. Mappings become dicts."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(fn, branch) for key, branch in tree.items()}
     if isinstance(tree, tuple):
@@ -172,7 +172,7 @@ class Model(Protocol):
     A model that can compute its loss on held-out samples has one of the first two; evaluations use them:
 
         loss_of(outputs, targets) -> float                  of outputs that are there; mean or sum, as `reduction` says
-        held_out_loss(parameters, batch: Batch) -> float    the same, in evaluation mode; where there is no accuracy
+        held_out_loss(parameters, batch: Batch) -> float    the same, in evaluation mode; if there is no accuracy
         calls_itself: bool                                  the loss calls the module; `outputs` may not work
 
     A model whose layout has row-sparse tensors takes `rows: RowGradient` in `gradient`. If it is given, their
@@ -207,7 +207,7 @@ class Model(Protocol):
                 the last one is E.
 
         Returns:
-            The loss (mean or sum over samples, as `reduction` says; NaN where unknown).
+            The loss (mean or sum over samples, as `reduction` says; NaN if unknown).
 
         Raises:
             GradientError: a gradient has the wrong shape or dtype; the message names the tensor.

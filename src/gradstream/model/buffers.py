@@ -196,7 +196,7 @@ def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def rebuild(tree: Tree, leaf: Callable[[str], Any]) -> Tree:
-    """A tree of the same structure, with `leaf(name)` in the place of each leaf."""
+    """A tree of the same structure, with `leaf(name)` in place of each leaf."""
     return _rebuild(tree, (), leaf)
 
 

@@ -167,7 +167,7 @@ def load_fixed(model: object, frozen: Mapping[str, np.ndarray[Any, Any]]) -> Non
 # Finds tensors of a module that share memory: weights that a script has tied by `b.weight.data = a.weight.data`.
 #
 # torch's usual tie is one Parameter under two names. Memory that two Parameters share is seen by neither: where their
-# memory is replaced by views of a flat vector, each gets a place of its own, and the tie is gone without a word.
+# memory is replaced by views of a flat vector, each gets a place of its own, and the tie is gone silently.
 
 Named = tuple[str, torch.Tensor]
 

@@ -26,13 +26,13 @@ from gradstream.runtime.base import Report
 # Copies flat vectors between main memory, where they are exchanged, and a device that computes.
 #
 #     parameters (E,)  ── one copy ──▶  flat on the device; the module's parameters are views of it
-#     gradient (E,)    ◀── a copy as often as enough of it is ready, while backprop goes on ──  flat there
+#     gradient (E,)    ◀── a copy as often as enough of it is ready, while backprop continues ──  flat there
 #
 # Copies to main memory run on a separate stream, after the computations that they need and beside those that follow.
 # Elements are reported when the event of their copy says that they have arrived.
 
 COPY_ELEMS = 1 << 16
-"""A gradient is copied in pieces of at least so many elements, since a copy costs some microseconds."""
+"""A gradient is copied in pieces of at least this many elements, since a copy costs some microseconds."""
 
 
 class Staging:

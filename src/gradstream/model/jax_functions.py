@@ -164,7 +164,7 @@ class JaxModel:
     calls_itself = False
 
     def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
-        """The user's loss; NaN where it draws random numbers, since it may be another one in training."""
+        """The user's loss; NaN if it draws random numbers, since it may be another one in training."""
         if self._takes_rng:
             return math.nan
         inputs, targets = for_numpy(batch.inputs, self._dtype), for_numpy(batch.targets, self._dtype)

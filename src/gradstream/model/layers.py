@@ -194,15 +194,16 @@ def _operation_of(
             with precision(dtype):
                 if any(tensor.device.type == "meta" for tensor in tensors):
                     given = [
-                        jax.ShapeDtypeStruct(tuple(one.shape), _numpy_dtype(one.dtype)) for one in tensors
+                        jax.ShapeDtypeStruct(tuple(tensor.shape), _numpy_dtype(tensor.dtype))
+                        for tensor in tensors
                     ]
                     shape = jax.eval_shape(of_list, given)
                     kind = torch.from_numpy(np.empty(0, shape.dtype)).dtype
                     return torch.empty(tuple(shape.shape), dtype=kind, device="meta")
                 arrays = [tensor.detach().numpy() for tensor in tensors]
                 needed = [
-                    need and one.is_floating_point()
-                    for need, one in zip(ctx.needs_input_grad, tensors, strict=True)
+                    need and tensor.is_floating_point()
+                    for need, tensor in zip(ctx.needs_input_grad, tensors, strict=True)
                 ]
                 if not any(needed):
                     return _tensor(alone(arrays))

@@ -93,7 +93,7 @@ class ByShape(Optimizer, Protocol):
     """An update rule that is not the same for tensors of different shapes: it needs the layout of the model."""
 
     def of(self, dimensions: int) -> Optimizer:
-        """The rule for a tensor of so many dimensions: itself, or an element-wise one with the same state."""
+        """The rule for a tensor of this many dimensions: itself, or an element-wise one with the same state."""
         ...
 
 
@@ -145,8 +145,10 @@ class PerTensor(ByShape, Protocol):
 
 def square_sum(*terms: torch.Tensor) -> float:
     """Σ x² over the elements of these vectors, in float64."""
-    doubles = (one.double() for one in terms)
-    return math.fsum(float((one * one).sum()) for one in doubles)  # torch.dot divides them among threads
+    doubles = (term.double() for term in terms)
+    return math.fsum(
+        float((double * double).sum()) for double in doubles
+    )  # torch.dot divides them among threads
 
 
 def skips_zeros(rule: object) -> bool:

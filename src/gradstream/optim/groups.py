@@ -47,7 +47,7 @@ from gradstream.optim.sgd import SGD
 
 
 def l2_of(rule: Optimizer) -> float:
-    """λ of the term λ·w that a rule adds to the gradient; 0 where it adds none.
+    """λ of the term λ·w that a rule adds to the gradient; 0 if it adds none.
 
     AdamW subtracts its decay from the parameters, not from the gradient, so it has no such term. A rule of the
     user's is taken to have none.
@@ -107,7 +107,7 @@ def groups_of(given: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> tuple
             raise ConfigError(f'{where} is {entry!r}: expected a table such as {{"match": "*.bias", ...}}')
         match = entry["match"]
         patterns = (match,) if isinstance(match, str) else match
-        named = isinstance(patterns, list | tuple) and all(isinstance(one, str) for one in patterns)
+        named = isinstance(patterns, list | tuple) and all(isinstance(pattern, str) for pattern in patterns)
         if not named or not patterns:
             raise ConfigError(f"{where}: match is {match!r}; expected a pattern of names, or a list of them")
         settings = {key: value for key, value in entry.items() if key not in ("match", "lr_scale")}
@@ -162,7 +162,7 @@ def _state(rule: Optimizer) -> str:
 class Range:
     """Elements [start, stop) with one rule, at `lr_scale` times the learning rate.
 
-    `tensor`: number of the tensor whose sums the rule needs; None where it needs none.
+    `tensor`: number of the tensor whose sums the rule needs; None if it needs none.
     `matrix`: shape of the matrix that the range is, where the rule is for whole ones; else None.
     """
 

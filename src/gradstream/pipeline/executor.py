@@ -44,7 +44,7 @@ class Stages(Protocol):
         ...
 
     async def weights(self, stage: int, micro_batch: int) -> None:
-        """Adds the gradient of the weights, which the backward of the micro-batch has left out."""
+        """Adds the gradient of the weights, which the backward of the micro-batch has skipped."""
         ...
 
 
@@ -89,7 +89,7 @@ async def run_schedule(
     channel: TensorChannel,
     data: Callable[[str, int], torch.Tensor],
 ) -> None:
-    """Carries out the schedule of one part. Sends go on while it computes.
+    """Carries out the schedule of one part. Sends continue while it computes.
 
     Args:
         plan: plan of the split model.

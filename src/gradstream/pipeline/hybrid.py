@@ -191,7 +191,7 @@ class _TurnWork:
         self._values = {value.name: value for value in plan.values}
         opening = plan.stages[plan.parts]
         self._opening = opening if opening.part == EVERYWHERE else None  # reads, and needs no other part
-        own = [one for one in plan.stages[plan.parts :] if one.part in (part, EVERYWHERE)]
+        own = [stage for stage in plan.stages[plan.parts :] if stage.part in (part, EVERYWHERE)]
         self._own = [one for one in own if one is not self._opening and self._size(one)]
         self._made: dict[str, torch.Tensor] = {}  # by name, for the samples of this part
         self._held: dict[str, torch.Tensor] = {}  # by name, for the samples that this part needs
@@ -222,7 +222,7 @@ class _TurnWork:
             for stage in self._plan.stages
             if value.name in stage.inputs and stage is not self._opening
         ]
-        rows = [one for one in rows if one[0] < one[1]]
+        rows = [row for row in rows if row[0] < row[1]]
         return (min(start for start, _ in rows), max(stop for _, stop in rows)) if rows else (0, 0)
 
     def _travelling(self, value: Value, source: int, target: int) -> Rows:

@@ -289,7 +289,7 @@ class _ListScheduling:
 
 
 def version_read(name: str, plan: SplitPlan, minibatch: int, newest: int) -> int:
-    """The version that the forward of a minibatch reads in a part with so many updates.
+    """The version that the forward of a minibatch reads in a part with this many updates.
 
     Its backward reads the same, except for "delayed", where it reads the newest of its own time.
     """

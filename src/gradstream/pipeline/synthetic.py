@@ -7,7 +7,7 @@
     δ_{i-1} = (∂h_i/∂h_{i-1})ᵀ d_i              goes down: itself a prediction, unless i = K
     M_i ← a step of Adam on |M_i(h_i, y) - δ_i|²    when δ_i has come
 
-With synthetic inputs, part i takes I_i(x) in the place of h_{i-1}, and I_i learns from h_{i-1} likewise: then no part
+With synthetic inputs, part i takes I_i(x) in place of h_{i-1}, and I_i learns from h_{i-1} likewise: then no part
 waits for those below it either.
 
 Source: Jaderberg, Czarnecki, Osindero, Vinyals, Graves, Silver, Kavukcuoglu, "Decoupled neural interfaces using
@@ -30,7 +30,7 @@ from gradstream.errors import ConfigError
 
 LAG = 4
 """A predictor learns the target of a minibatch while its part has the fourth one after it. So the result does not
-depend on when targets come, and a part is at most so many minibatches ahead of the part above it."""
+depend on when targets come, and a part is at most this many minibatches ahead of the part above it."""
 
 KERNEL = 3
 """Side of the filters of a predictor of images."""
@@ -67,7 +67,7 @@ class SyntheticGradients:
             raise ConfigError(f"SyntheticGradients(lr={lr!r}): expected a finite number > 0")
 
     def of_parts(self, parts: int) -> str:
-        """Names the predictors of so many parts: those of equal names take each other's weights."""
+        """Names the predictors of this many parts: those of equal names take each other's weights."""
         return f"split={parts}, pipeline=gs.pipeline.{self}"
 
 
@@ -131,7 +131,9 @@ class Predictor:
         """Its weights, and the state of its optimizer, by name."""
         moments = self._optimizer.state_dict()["state"]
         state = {
-            f"{number}.{name}": tensor for number, one in moments.items() for name, tensor in one.items()
+            f"{number}.{name}": tensor
+            for number, moment in moments.items()
+            for name, tensor in moment.items()
         }
         return {**{f"net.{name}": tensor for name, tensor in self._net.state_dict().items()}, **state}
 

@@ -44,12 +44,12 @@ class PushHeader:
         round: version that the push is meant for; only synchronous strategies set it.
         base_version: version of the chunk that the gradient was computed on.
         empty: whether the push has no elements for this chunk: the worker contributes nothing this time.
-        clock: clock of the worker once this push is applied; 0 where workers have none (see `passes.py`).
-        loss: mean loss over the samples; NaN where unknown.
+        clock: clock of the worker once this push is applied; 0 if workers have none (see `passes.py`).
+        loss: mean loss over the samples; NaN if unknown.
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
         redone: whether another worker pushes for this one, which is lost. It belongs to no clock.
         length: Euclidean length of the elements; infinite if unknown.
-        portion: number of the portion of a pass (`round`) that the push contains; 0 where there are no passes.
+        portion: number of the portion of a pass (`round`) that the push contains; 0 if there are no passes.
     """
 
     sender: str

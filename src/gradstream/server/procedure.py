@@ -89,7 +89,7 @@ class StepResult:
     @classmethod
     def of(cls, sent: int, result: v1.CommandResult) -> StepResult:
         """Adds up the results of all chunks."""
-        latest = max((one.number for one in result.chunks), default=sent)
+        latest = max((chunk.number for chunk in result.chunks), default=sent)
         if latest > sent or not result.chunks:
             return cls(latest, result.note, by=result.by)
         fewest = min(result.chunks, key=lambda one: one.portions[0].first)
@@ -97,7 +97,7 @@ class StepResult:
         return cls(
             latest,
             result.note,
-            _added([one.scalars for one in result.chunks]),
+            _added([chunk.scalars for chunk in result.chunks]),
             fewest.pass_number,
             total.first,
             total.samples,
@@ -132,7 +132,7 @@ class Execution:
 
     Args:
         procedure: the method.
-        state: state before the present iteration.
+        state: state before the current iteration.
         replies: replies to the rounds of that iteration so far.
 
     Attributes:
@@ -154,7 +154,7 @@ class Execution:
             self.round = next(self._steps)
 
     def answer(self, reply: Reply) -> None:
-        """Takes the reply to `round`, and goes on to the next one, of the same iteration or another."""
+        """Takes the reply to `round`, and moves on to the next one, of the same iteration or another."""
         self.replies.append(reply)
         try:
             self.round = self._steps.send(reply)
@@ -169,7 +169,7 @@ class Execution:
     @property
     def record(self) -> list[Any]:
         """State and replies, as JSON can hold them."""
-        return [self.state, [[list(one.scalars), one.loss, one.samples] for one in self.replies]]
+        return [self.state, [[list(reply.scalars), reply.loss, reply.samples] for reply in self.replies]]
 
     @classmethod
     def recorded(cls, procedure: Procedure, record: Sequence[Any]) -> Execution:
@@ -231,7 +231,7 @@ def swap_accepted(vectors: dict[str, Any]) -> None:
 # summed in an order that no width of a vector register decides.
 
 BLOCK = 1 << 16
-"""Elements that are computed at once: copies of so many stay in the processor's cache."""
+"""Elements that are computed at once: copies of this many stay in the processor's cache."""
 FEW = 32
 """Elements of a block that are added up in Python."""
 
@@ -246,22 +246,24 @@ def reads_of(command: v1.Command) -> list[str]:
 
 def outs_of(commands: Sequence[v1.Command]) -> list[str]:
     """Names of the vectors that commands change."""
-    return list(dict.fromkeys(one.out for one in commands if one.kind != v1.Command.DOT))
+    return list(dict.fromkeys(command.out for command in commands if command.kind != v1.Command.DOT))
 
 
 def names_of(commands: Sequence[v1.Command]) -> list[str]:
     """Names of all vectors that commands read or change."""
-    return list(dict.fromkeys([*(name for one in commands for name in reads_of(one)), *outs_of(commands)]))
+    return list(
+        dict.fromkeys([*(name for command in commands for name in reads_of(command)), *outs_of(commands)])
+    )
 
 
 def dots_of(commands: Sequence[v1.Command]) -> int:
     """Number of scalars that commands give."""
-    return sum(one.kind == v1.Command.DOT for one in commands)
+    return sum(command.kind == v1.Command.DOT for command in commands)
 
 
 def perform(commands: Sequence[v1.Command], tensors: Mapping[str, torch.Tensor]) -> list[float]:
     """Carries commands out, one after the other, in place. Returns the dot products, in order."""
-    results = [_compute(one, tensors) for one in commands]
+    results = [_compute(command, tensors) for command in commands]
     return [result for result in results if result is not None]
 
 

@@ -41,7 +41,7 @@ class RobustRule:
     """How the contributions of a round become one vector."""
 
     def check(self, num_workers: int) -> None:
-        """Raises ConfigError if the rule promises nothing with so many workers."""
+        """Raises ConfigError if the rule promises nothing with this many workers."""
         del num_workers
 
 
@@ -183,7 +183,7 @@ def _too_many(name: str, faulty: int, num_workers: int, expected: str) -> Config
 
 # ---- distances ---------------------------------------------------------------------------
 # Squared distances between the contributions of a round, over the chunks of a shard: those of all shards add up to the
-# whole. A table has one row and column for the centre, then one for each worker by rank. Where a worker has left out a
+# whole. A table has one row and column for the centre, then one for each worker by rank. Where a worker has skipped a
 # chunk, its row is NaN, and so it is in the sum over the shards: all of them leave the worker out of the round alike.
 
 
@@ -207,18 +207,18 @@ def add_distances(
         squares[row, column] += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
         squares[column, row] = squares[row, column]
 
-    for rank, one in enumerate(contributions, start=1):
-        if one is None:
+    for rank, contribution in enumerate(contributions, start=1):
+        if contribution is None:
             squares[rank] = squares[:, rank] = math.nan
             continue
-        put(0, rank, one if centre is None else one - centre)
+        put(0, rank, contribution if centre is None else contribution - centre)
         for other_rank, other in enumerate(contributions[: rank - 1] if pairs else (), start=1):
             if other is not None:
-                put(other_rank, rank, one - other)
+                put(other_rank, rank, contribution - other)
 
 
 def weights_of(rule: WholeRule, distances: Sequence[float], ranks: Iterable[int]) -> dict[int, float]:
-    """The weight of each worker's contribution, by rank; 0 for one that is left out.
+    """The weight of each worker's contribution, by rank; 0 for one that is skipped.
 
     Args:
         rule: the rule.

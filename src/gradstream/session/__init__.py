@@ -1,4 +1,4 @@
-"""Runs a training loop of the user's own on many workers."""
+"""Runs a user's training loop on many workers."""
 
 from gradstream.session.joining import join
 from gradstream.session.session import Session

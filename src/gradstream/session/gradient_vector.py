@@ -5,11 +5,11 @@
 A round gives every worker the weighted mean of all workers' vectors. A worker's weight is the number of samples in
 its gradient, so a worker without samples changes nothing.
 
-    fired     one number for each parameter: 1 where this worker's backward has computed a gradient
-    broken    1 where that gradient has a NaN or an infinity
-    present   1 where the parameter has a gradient, from this backward or from an earlier one
+    fired     one number for each parameter: 1 if this worker's backward has computed a gradient
+    broken    1 if that gradient has a NaN or an infinity
+    present   1 if the parameter has a gradient, from this backward or from an earlier one
     check     numbers that must be equal on all workers: then their mean is the number itself
-    scale     1 where this worker's weight is no whole number, and its weight divided by the number of samples
+    scale     1 if this worker's weight is not a whole number, and its weight divided by the number of samples
               that the round counts. The worker has multiplied its gradients by that
     bits      of a checksum that should be equal: all workers see alike whether it is, also those without samples
 

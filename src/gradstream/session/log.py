@@ -164,7 +164,7 @@ class _Mean:
         self.count += 1
 
     def take(self) -> float:
-        """The mean since the last call; NaN where nothing was added."""
+        """The mean since the last call; NaN if nothing was added."""
         mean = float(self._sum) / self.count if self.count else math.nan
         self.count, self._sum = 0, 0.0
         return mean

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 F = TypeVar("F", bound=Callable[..., Any])
 
 YIELD_EVERY = 16
-"""After so many looks at a lock a worker yields its core, which the holder of the lock may need."""
+"""After this many looks at a lock a worker yields its core, which the holder of the lock may need."""
 
 yield_core = types.ExternalFunction("sched_yield", types.int32())
 

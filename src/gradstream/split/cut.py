@@ -214,7 +214,7 @@ def plan_split(
         map: the part of each module, by its qualified name; a name counts for all that is inside, unless a
             longer name says otherwise. What it does not name is with the operation before. Several parts
             divide the module: a layer by columns or rows, a chain of convolutions by space.
-        by: what to balance where there is no map: the bytes of the parameters, or the seconds that each
+        by: what to balance if there is no map: the bytes of the parameters, or the seconds that each
             operation takes for the example in this process. Others then take the map from `TorchPlan.places`.
         divides: whether wide layers may be divided to balance bytes.
         rounds: number of stages of each part, which go round the parts. Above 1 no layer is divided.
@@ -310,7 +310,7 @@ def _by_weight(graph: Graph, parts: int, divides: bool) -> tuple[Graph, dict[fx.
     if not wide:
         return graph, OperationChain(graph.nodes, weights).place(parts)
     chain = OperationChain(graph.nodes, {**weights, **dict.fromkeys(wide, 0)})
-    # The others go on as few parts as have room for them.
+    # The others continue as few parts as have room for them.
     options = [chain.group_weights(count) for count in range(1, min(parts, chain.most_groups) + 1)]
     others = next((groups for groups in options if max(groups) <= room), options[-1])
     shares = filled([*others, *[0.0] * (parts - len(others))], sum(weights[node] for node in wide))

@@ -147,7 +147,7 @@ class Maker:
         return self._put("get_attr", name, (), (piece.of(whole.detach()),) * len(SAMPLES), {"piece": piece})
 
     def replaced(self, graph: Graph, result: fx.Node, chain: Sequence[fx.Node] = ()) -> Graph:
-        """The graph with `result` in the place of the operation, or of a chain of which it is the last."""
+        """The graph with `result` in place of the operation, or of a chain of which it is the last."""
         self._node.replace_all_uses_with(result)
         for node in reversed(chain or [self._node]):
             node.graph.erase_node(node)

@@ -122,13 +122,13 @@ def first_half(
     single = [
         replace(
             use,
-            results=[one for one in use.results if one.requires_grad],
+            results=[result for result in use.results if result.requires_grad],
             pieces=[piece for piece in use.pieces if piece not in several],
             inputs=None if any(piece in several for piece in use.pieces) else use.inputs,
         )
         for use in uses
     ]
-    results = [one for use in single for one in use.results]
+    results = [result for use in single for result in use.results]
     wanted = [*inputs.values(), *(leaves[piece] for piece in several), *results]
     found: Sequence[Tensor | None] = (
         torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True) if roots else ()
@@ -136,7 +136,7 @@ def first_half(
     by_id = {id(one): gradient for one, gradient in zip(wanted, found, strict=False) if gradient is not None}
     late = []
     for use in single:
-        reached = [one for one in use.results if id(one) in by_id]
+        reached = [result for result in use.results if id(result) in by_id]
         if reached and use.pieces:
             late.append((replace(use, results=reached), [by_id[id(one)] for one in reached]))
     known = {piece: by_id[id(leaves[piece])] for piece in several if id(leaves[piece]) in by_id}
@@ -230,7 +230,7 @@ class Operations:
                 scope.results[node] = run_node(node, self._module, args, kwargs)
             if uses is not None and (read := [piece for piece in self._reads[node] if piece in tensors]):
                 results = tree_leaves(scope.results[node])
-                results = [one for one in results if isinstance(one, torch.Tensor)]
+                results = [result for result in results if isinstance(result, torch.Tensor)]
                 x = self._wide_input(node, args, kwargs, tensors[read[0]])
                 uses.append(Use(results, read, x, 0 if x is None else x._version))
         names = {value_name(node): node for node in self._nodes}

@@ -71,7 +71,7 @@ class PartModel:
         """The plan of the split.
 
         Raises:
-            ConfigError: the model cannot be divided, or not into so many parts.
+            ConfigError: the model cannot be divided, or not into this many parts.
         """
         leaves = leaves_of((self._example.inputs, self._example.targets))
         key = (
@@ -143,12 +143,12 @@ class PartModel:
         return vector[self._places[number]]
 
     def unknown(self, number: int, samples: int) -> dict[str, torch.Tensor]:
-        """Gradients of a stage's inputs where the loss is no number: NaN, so that no part below uses its own."""
+        """Gradients of a stage's inputs where the loss is not a number: NaN, so that no part below uses its own."""
         values = map(self.plan.value, self.plan.stages[number].inputs)
         return {
-            one.name: torch.full(one.shape_of(samples), torch.nan, dtype=one.dtype)
-            for one in values
-            if one.has_gradient
+            value.name: torch.full(value.shape_of(samples), torch.nan, dtype=value.dtype)
+            for value in values
+            if value.has_gradient
         }
 
     def share(self, number: int) -> float:

@@ -72,7 +72,7 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._next[0]
 
     def begin_call(self) -> None:
-        """Notes that a function of torch is called, unless it is called for an operation that is under way."""
+        """Notes that a function of torch is called, unless it is called for an operation in progress."""
         if not self._inside:
             self._next = (self.calls + 1, 0)
 

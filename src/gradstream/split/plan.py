@@ -43,11 +43,11 @@ class Value:
         return self.source != DATA and self.trained and self.dtype.is_floating_point
 
     def shape_of(self, samples: int) -> tuple[int, ...]:
-        """Its shape for so many samples."""
+        """Its shape for this many samples."""
         return (samples, *self.shape) if self.per_sample else self.shape
 
     def bytes_of(self, samples: int) -> int:
-        """Its size in bytes for so many samples."""
+        """Its size in bytes for this many samples."""
         return math.prod(self.shape_of(samples)) * self.dtype.itemsize
 
 

@@ -139,7 +139,7 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
 
 
 def line_of(function: Any, module: nn.Module) -> str:
-    """file:line of a function; of the module's forward() where it has none."""
+    """file:line of a function; of the module's forward() if it has none."""
     code = getattr(function, "__code__", None) or type(module).forward.__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
 

@@ -29,7 +29,7 @@ from gradstream.split.saved import DroppedPass, SavedPass
 # `JoinedLoss`: shows whether the loss of two pieces of a minibatch is what they make of it one by one.
 #
 # A pipeline cuts a minibatch of n samples into pieces of n_m, and adds up their gradients with weights n_m / n where
-# the loss is a mean, and 1 where it is a sum. That is the gradient of
+# the loss is a mean, and 1 if it is a sum. That is the gradient of
 #
 #     Σ n_m/n · loss(piece m)        which is loss(whole) for a mean over samples,
 #
@@ -83,12 +83,15 @@ class JoinedLoss:
         joined = self._joined(weights)
         if joined is None:
             return
-        dtype = next((one.dtype for one in pytree.tree_leaves(joined) if _is_number(one)), torch.float32)
+        dtype = next(
+            (leaf.dtype for leaf in pytree.tree_leaves(joined) if _is_number(leaf)),
+            torch.float32,
+        )
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             whole, again = (float(self._loss(*joined)) for _ in range(2))
         if whole != again or not math.isfinite(whole) or not math.isfinite(pieces):
             return  # it draws random numbers, or the gradient will be refused anyway
-        # The mean of pieces may be near 0 where they are not.
+        # The mean of pieces may be near 0 if they are not.
         allowed = TOLERANCE.get(dtype, 0.02) * max(1e-6, *map(abs, (whole, *losses)))
         if abs(whole - pieces) > allowed:
             kind = "sum" if self._reduction == "sum" else "mean over samples"
@@ -100,7 +103,7 @@ class JoinedLoss:
             )
 
     def _joined(self, weights: list[float]) -> Any:
-        """Outputs and targets of the whole; None where they are not of a form that can be joined."""
+        """Outputs and targets of the whole; None if they are not of a form that can be joined."""
         leaves, specs = zip(*(pytree.tree_flatten(values) for _, values, _ in self._seen), strict=True)
         if any(spec != specs[0] for spec in specs[1:]):
             return None
@@ -109,9 +112,13 @@ class JoinedLoss:
             sized = zip(pieces, self._seen, strict=True)
             if all(torch.is_tensor(one) and one.dim() and len(one) == size for one, (size, _, _) in sized):
                 joined.append(torch.cat(pieces))
-            elif all(torch.is_tensor(one) and not one.dim() for one in pieces):  # a loss of the module's own
-                joined.append(sum(weight * one for weight, one in zip(weights, pieces, strict=True)))
-            elif all(one is pieces[0] or (not torch.is_tensor(one) and one == pieces[0]) for one in pieces):
+            elif all(
+                torch.is_tensor(piece) and not piece.dim() for piece in pieces
+            ):  # a loss of the module's own
+                joined.append(sum(weight * piece for weight, piece in zip(weights, pieces, strict=True)))
+            elif all(
+                piece is pieces[0] or (not torch.is_tensor(piece) and piece == pieces[0]) for piece in pieces
+            ):
                 joined.append(pieces[0])
             else:
                 return None

@@ -391,7 +391,9 @@ def trace(
     merge(*graphs[:2])
     for name, tensor in constants[0].items():
         others = [found.get(name) for found in constants[1:]]
-        if tensor.device.type == "meta" or any(one is None or not torch.equal(tensor, one) for one in others):
+        if tensor.device.type == "meta" or any(
+            other is None or not torch.equal(tensor, other) for other in others
+        ):
             raise ConfigError(
                 f"split: the module computes {name}, of shape {tuple(tensor.shape)}, from a tensor that is neither a "
                 "parameter nor a buffer, or differently in each call or in eval(); expected one that each process can "

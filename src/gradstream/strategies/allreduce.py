@@ -55,7 +55,7 @@ class AllReduce(GroupStrategy):
         sharded: True lets each worker update its slice alone, so that the optimizer's state takes 1/W of the
             memory. None is True where all workers share memory, which then also holds one vector of parameters for
             all of them; else False. By messages, reduce-scatter and all-gather are the halves of `algorithm`; for
-            "hierarchical", and for "halving-doubling" where W is no power of two, they are those of a ring.
+            "hierarchical", and for "halving-doubling" where W is not a power of two, they are those of a ring.
         overlap: exchange buckets during backprop; False exchanges after it, with the same bits.
         bucket_mib: size of a bucket, in MiB. Large buckets cause fewer delays, small ones are sent earlier. None
             is 4; where all workers share memory, a sixteenth of a large model, at most 16.

@@ -54,7 +54,7 @@ class Gradient(Protocol):
 
     @property
     def samples(self) -> int:
-        """Number of training samples behind it, once it is done. A gradient of 0 samples changes nothing."""
+        """Number of training samples in it, once it is done. A gradient of 0 samples changes nothing."""
         ...
 
     async def done(self) -> None:
@@ -136,7 +136,7 @@ class Peers(Protocol):
         ...
 
     async def samples(self, gradient: Gradient) -> Sequence[int]:
-        """Number of samples behind each worker's gradient in this round, by rank. May wait for the workers."""
+        """Number of samples in each worker's gradient in this round, by rank. May wait for the workers."""
         ...
 
     async def allreduce(self, gradient: Gradient, bucket: Bucket, weight: float) -> None:
@@ -218,7 +218,7 @@ class Worker(Protocol):
     rank: int
     num_workers: int
     reduction: Reduction  # whether gradients are means or sums over their samples
-    step: int  # number of this worker's minibatches before the present one
+    step: int  # number of this worker's minibatches before the current one
     version: int  # version of the parameters that gradients are computed on, in their oldest chunk
     evaluated: (
         str  # of a batch method: name of the state vector that evaluations take for the parameters; "" these
@@ -268,7 +268,7 @@ class PeerWorker(Worker, Protocol):
     """
 
     seed: int  # of the run
-    parameters: Vector  # those with which the present round begins
+    parameters: Vector  # those with which the current round begins
     state: Mapping[str, Vector]  # see `PeerStrategy.state_names`
     numbers: Mapping[str, Vector]  # of one element each; see `PeerStrategy.numbers`
 
@@ -301,9 +301,9 @@ class PeerWorker(Worker, Protocol):
                 overwritten with what the partner decodes.
 
         Returns:
-            The partner's vectors, which may be read until the next call; None if this worker goes on alone: there is no
-            partner, or it is lost, or it has gone on without this one. The partner then does not have the vectors of
-            this worker either, unless their connection broke at the last message.
+            The partner's vectors, which may be read until the next call; None if this worker continues alone: there is
+            no partner, or it is lost, or it has gone on without this one. The partner then does not have the vectors
+            of this worker either, unless their connection broke at the last message.
         """
         ...
 
@@ -314,7 +314,7 @@ class PeerWorker(Worker, Protocol):
 
         Args:
             to: rank of the worker that gets them; None for none.
-            giver: rank of the worker that gives to this one; None where `to` is None.
+            giver: rank of the worker that gives to this one; None if `to` is None.
             given: lent for reading until the call returns.
 
         Returns:
@@ -366,7 +366,7 @@ class ServerWorker(Worker, Protocol):
 
     @property
     def resumed(self) -> bool:
-        """Whether this worker was paused before its present minibatch; see `waited_for` of `batches`."""
+        """Whether this worker was paused before its current minibatch; see `waited_for` of `batches`."""
         ...
 
     @property
@@ -532,7 +532,7 @@ class Participation(Protocol):
     """A run as its strategy's `drive` sees it, on the coordinator.
 
     No worker takes part before the first `set_active_workers`. Progress is the number of samples in the model,
-    including those before a resume; so a drive that waits for progress goes on where it was.
+    including those before a resume; so a drive that waits for progress continues where it was.
     """
 
     @property
@@ -569,7 +569,7 @@ class Participation(Protocol):
         ...
 
     async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
-        """Returns once so many samples are in the model, or so many seconds of training have passed.
+        """Returns once this many samples are in the model, or this many seconds of training have passed.
 
         The number of samples follows the workers' reports, about a quarter of a second late.
 

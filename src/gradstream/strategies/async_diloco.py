@@ -11,8 +11,8 @@
 makes the loss swing; so the velocity moves once in N pushes (delayed Nesterov), from their sum. W pushes move w as far
 as one outer step of `diloco` with their mean.
 
-With τ = 0 a worker waits for its exchange. With τ > 0 the exchange goes on while it makes the next τ minibatches: up to
-τ = H nothing is waited for where the link carries a push and a fetch in the time of H minibatches.
+With τ = 0 a worker waits for its exchange. With τ > 0 the exchange continues while it makes the next τ minibatches: up
+to τ = H nothing is waited for where the link carries a push and a fetch in the time of H minibatches.
 
 With one worker, ν = 1 and μ = 0 it is the inner optimizer alone, to the rounding of w - (w - w_i).
 
@@ -68,7 +68,7 @@ class AsyncDiLoCo(ServerStrategy):
         outer_lr: ν, learning rate of the outer steps, > 0.
         outer_momentum: μ, share of the outer velocity that each of its moves keeps, in [0, 1).
         momentum_every: N, pushes between two moves of the velocity, at least 1: about the number of workers.
-        delay: τ, minibatches that a worker makes while its exchange is under way, 0 to `every`.
+        delay: τ, minibatches that a worker makes while its exchange is in progress, 0 to `every`.
 
     Example:
         >>> strategy = gs.strategies.AsyncDiLoCo(every=4)

@@ -20,10 +20,10 @@ vector of the rule, and one more round. The state is then in checkpoints, and a 
 
 Bytes a step and worker: 4N/H up, 4N/H down (float32); one-shot 4N up in all. At each average, once in H steps, all
 workers wait for the slowest; minibatches of measured sizes (`shares="measured"`) let them arrive at the same time. A
-lost worker is left out from then on, and the others go through its remaining samples. A worker for which there are
+lost worker is skipped from then on, and the others go through its remaining samples. A worker for which there are
 no minibatches waits for no other, and none waits for it.
 
-For a checkpoint everything must be in the model. So workers average then too, after however many steps, and go on
+For a checkpoint everything must be in the model. So workers average then too, after however many steps, and continue
 from the mean; a resumed run begins with the mean on all workers. A one-shot run has nothing in the model before its
 end, so no checkpoint is due in it; only stopping it makes one.
 

@@ -193,7 +193,7 @@ class ServerStrategy(Strategy):
         """The server: a pure rule, the same on each shard."""
 
     def in_group(self) -> GroupStrategy | None:
-        """The same method in a group of workers, for runs with `servers=0`; None where it needs servers."""
+        """The same method in a group of workers, for runs with `servers=0`; None if it needs servers."""
         return None
 
     def correction(self) -> Correction | None:
@@ -204,7 +204,7 @@ class ServerStrategy(Strategy):
         """Number of workers whose pushes make an update, the same workers on every chunk.
 
         None lets the rule decide, chunk by chunk. With a quorum no update waits for the remaining workers: a late
-        worker skips the rounds that ended without it, and the run goes on while so many workers are left.
+        worker skips the rounds that ended without it, and the run continues while this many workers are left.
         """
         del num_workers
         return None
@@ -361,8 +361,8 @@ class GroupStrategy(Strategy):
 class PeerStrategy(Strategy):
     """The base of strategies whose workers have parameters of their own, and exchange with one other at a time.
 
-    Workers go through rounds, each at its own time. A worker that is lost is left out of the rounds until a new process
-    takes its place, which begins with a copy of another worker's state.
+    Workers go through rounds, each at its own time. A worker that is lost is dropped from the rounds until a new
+    process takes its place, which begins with a copy of another worker's state.
     """
 
     topology: ClassVar[str] = "pairs"
@@ -434,7 +434,7 @@ def check_count(
         other: alternatives to a number, for the message.
 
     Raises:
-        ConfigError: the value is no whole number, or too small.
+        ConfigError: the value is not a whole number, or too small.
     """
     if not isinstance(got, int) or isinstance(got, bool) or got < least:
         raise ConfigError(

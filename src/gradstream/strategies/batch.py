@@ -14,7 +14,7 @@ and doubles nothing.
 
 No node leads. The method is pure (`server/procedure.py`): each worker that gets a portion of a new pass carries out
 the steps up to it, and a chunk does the commands of a step for the first worker that brings it. The others get the
-same results. The shards keep a note with each step, from which a new worker, or a resumed run, goes on.
+same results. The shards keep a note with each step, from which a new worker, or a resumed run, continues.
 
 `epochs` of the run is the largest number of passes. A run ends before when the method has ended. Bytes of a pass and
 worker: 4N down, and 4N up for each portion (float32); commands and their scalars besides, which do not depend on N.
@@ -82,7 +82,7 @@ from gradstream.wire import v1
 # does with servers. For machines of different speed there is `shares="measured"`.
 #
 # With one worker the bits are those of one worker and a server with one chunk. With several the sum of a round is
-# rounded once more.
+# rounded again.
 #
 # Reference: as for `strategies.batch`; the whole vectors on each worker are those of Agarwal, Chapelle, Dudik,
 # Langford, "A reliable effective terascale linear learning system", JMLR 2014 (L-BFGS by allreduce).
@@ -186,7 +186,7 @@ class GroupProcedure:
 
     Args:
         procedure: the method.
-        group: has the note from which it goes on, and the vectors.
+        group: has the note from which it continues, and the vectors.
 
     Attributes:
         at: where the procedure is.
@@ -195,8 +195,8 @@ class GroupProcedure:
 
     def __init__(self, procedure: Procedure, group: Peers) -> None:
         self._group = group
-        self._scalars: Sequence[float] = ()  # of the round that the present pass has followed
-        self._samples = 0  # of the present pass
+        self._scalars: Sequence[float] = ()  # of the round that the current pass has followed
+        self._samples = 0  # of the current pass
         self._loss = (0.0, 0.0)  # Σ samples·loss of them, and what rounding has lost of it
         self.accepted = False
         if group.note:
@@ -207,7 +207,7 @@ class GroupProcedure:
 
     @classmethod
     async def begun(cls, procedure: Procedure, group: Peers) -> GroupProcedure:
-        """The procedure in the pass that is under way; of a new one, in its first pass."""
+        """The procedure in the pass in progress; of a new one, in its first pass."""
         run = cls(procedure, group)
         if not group.note:
             await run._reach_pass()
@@ -348,13 +348,13 @@ class ProcedureRun:
         server: carries the steps out.
 
     Attributes:
-        state: state before the present iteration.
+        state: state before the current iteration.
     """
 
     def __init__(self, procedure: Procedure, server: Server) -> None:
         self._procedure = procedure
         self._server = server
-        self._number = 1  # of the present round, as a step
+        self._number = 1  # of the current round, as a step
         self._passes = 0  # that began before it
         self._first: int | None = None  # number of the first pass
         self._sent = False  # it is on all chunks
@@ -383,7 +383,7 @@ class ProcedureRun:
             number: number of the pass: that of its data epoch.
 
         Returns:
-            Whether a pass is under way: this one, or a later one if others were faster. False after the method's end.
+            Whether a pass is in progress: this one, or a later one if others were faster. False after the method's end.
         """
         if self._first is None:
             await self._look()
@@ -433,7 +433,7 @@ class ProcedureRun:
             self._adopt(latest)
 
     async def _send(self, number: int) -> None:
-        """Has all chunks carry out the present round. Goes on to the next one, unless it waits for pass `number`."""
+        """Has all chunks carry out the current round. Goes on to the next one, unless it waits for pass `number`."""
         assert self._round is not None
         await self._server.flush()
         result = await self._server.step(self._step(), self._round.commands)
@@ -456,7 +456,7 @@ class ProcedureRun:
         self._at.answer(reply)
 
     def _step(self, *, restored: bool = False) -> v1.Procedure:
-        """The present round as a step; `restored`, the one in its place that ends a run."""
+        """The current round as a step; `restored`, the one in its place that ends a run."""
         assert self._round is not None
         evaluates = self._round.evaluate and not restored
         note = [*self._at.record, self._passes, self._samples, restored, self._first]
@@ -464,7 +464,7 @@ class ProcedureRun:
         return v1.Procedure(number=self._number, note=json.dumps(note).encode(), pass_number=pass_number)
 
     def _check_results(self, result: StepResult) -> None:
-        """Raises GradientError if another worker has brought another step in the place of the present one."""
+        """Raises GradientError if another worker has brought another step in place of the current one."""
         assert self._round is not None
         if len(result.scalars) != (wanted := dots_of(self._round.commands)):
             raise self._broken(result, f"{len(result.scalars)} results, expected {wanted}")

@@ -7,7 +7,7 @@
 
 The inner optimizer is the run's, any rule. Its state (Adam's moments, say) stays with each worker over all rounds,
 and is in no checkpoint. The outer optimizer is SGD with Nesterov's momentum on the shards,
-`torch.optim.SGD(lr=ν, momentum=μ, nesterov=True)`. Checkpoints have its v, and a resumed run goes on with it.
+`torch.optim.SGD(lr=ν, momentum=μ, nesterov=True)`. Checkpoints have its v, and a resumed run continues with it.
 
 With ν = 1 and μ = 0 it is parameter averaging, w ← mean_i w_i, and with one worker the inner optimizer alone, to
 the rounding of w - (w - w_i). With `nesterov=False` the last line is w ← w - ν·v. That is SlowMo, with v = γ·u,
@@ -15,7 +15,7 @@ where the inner rate γ is constant. (SlowMo divides Δ by the rate of its round
 method: v here is not rescaled when the rate changes.)
 
 Bytes a step and worker: 4N/H up, 4N/H down (float32). All workers wait for the slowest once in H steps. A lost
-worker is left out from then on, and Δ is the mean over the others. No Δ_i is stale: all are differences from the
+worker is skipped from then on, and Δ is the mean over the others. No Δ_i is stale: all are differences from the
 same w_start. For a checkpoint, and at the end, workers end their round early: the steps that they have made by then
 are one more outer step.
 

@@ -15,8 +15,8 @@ With one worker it is the inner optimizer alone, bit for bit. Two workers with H
 rounding of w - (w - w_i), but for the state of the inner optimizer, which stays with each worker in both.
 
 Bytes a round and worker: 4N up and 4N down (float32), whatever W is. A worker that dies costs its partner the exchange
-of one round, which goes on alone; nobody else notices. What it has learnt since it met somebody dies with it, and its
-minibatches are left out until a new process takes its place, with a copy of another worker's state. They count as
+of one round, which continues alone; nobody else notices. What it has learnt since it met somebody dies with it, and its
+minibatches are skipped until a new process takes its place, with a copy of another worker's state. They count as
 dropped.
 
 References: Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient descent", 2018 (AD-PSGD);

@@ -14,7 +14,7 @@ all new dot products, and one forms d and the first trial. (The strong Wolfe con
 each trial.) The form with two loops takes 2m + 2 exchanges besides. Both are the same method; their bits differ by
 rounding.
 
-A pair with s·y ≤ 1e-10·|s|·|y| is left out. Shards hold 2m + 8 vectors besides the parameters. Bytes of an iteration
+A pair with s·y ≤ 1e-10·|s|·|y| is skipped. Shards hold 2m + 8 vectors besides the parameters. Bytes of an iteration
 do not depend on m, but for the scalars.
 
 Reference: Nocedal, "Updating quasi-Newton matrices with limited storage", 1980; Nocedal, Wright, "Numerical
@@ -64,7 +64,7 @@ class LBFGS(Descent, BatchMethod):
         check_flag("LBFGS", "vector_free", self.vector_free)
 
     def vectors(self) -> tuple[str, ...]:
-        """One slot more than pairs: a new pair may turn out to be one that is left out."""
+        """One slot more than pairs: a new pair may turn out to be one that is skipped."""
         slots = range(self.history_size + 1)
         return ("x", "g", "d", *(f"s{slot}" for slot in slots), *(f"y{slot}" for slot in slots))
 

@@ -58,7 +58,7 @@ class Found:
     """A step that was accepted. The parameters are x + t·d, and "sum" has the mean gradient there.
 
     Args:
-        t: step length; 0 where no trial was good enough: the parameters are undefined then.
+        t: step length; 0 if no trial was good enough: the parameters are undefined then.
         value: φ(t).
         passes: number of trials.
         pending: commands that make the gradient of "sum"; the next round begins with them.
@@ -75,7 +75,7 @@ Search = Generator[CommandRound, Reply, Found]
 
 
 def evaluate(t: float, first: Sequence[v1.Command] = ()) -> Search:
-    """One pass at x + t·d; at the present parameters where t is 0. It is accepted unless f is infinite there."""
+    """One pass at x + t·d; at the current parameters where t is 0. It is accepted unless f is infinite there."""
     move = [copy("", "x"), add("", t, "d")] if t else []
     reply = yield CommandRound([*first, *move, zero(SUM), zero(LOW)], evaluate=True)
     if not math.isfinite(reply.loss):
@@ -184,7 +184,7 @@ def _too_high(start: Trial, new: Trial) -> bool:
 
 
 def _cubic(one: Trial, two: Trial, least: float, most: float) -> float:
-    """The minimum of the cubic through both values and slopes, within bounds; the middle where there is none."""
+    """The minimum of the cubic through both values and slopes, within bounds; the middle if there is none."""
     if not (math.isfinite(one.value) and math.isfinite(two.value)):
         return (least + most) / 2
     a, b = sorted((one, two), key=lambda trial: trial.t)
@@ -272,7 +272,7 @@ class Descent:
         }
 
     def _reason(self, state: State) -> str:
-        """Why the method ends here; "" if it goes on."""
+        """Why the method ends here; "" if it continues."""
         if state["norm"] <= self.tolerance_grad:
             return f"the gradient is at most {self.tolerance_grad:g}"
         if self.max_iter is not None and state["iteration"] >= self.max_iter:

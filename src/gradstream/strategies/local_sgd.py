@@ -61,7 +61,7 @@ class LocalSGD(GroupStrategy):
         outer_lr: ν, learning rate of the outer steps, > 0.
         outer_momentum: μ, share of the outer velocity that each step keeps, in [0, 1).
         nesterov: True is Nesterov's outer momentum, False the plain one, as in SlowMo; without effect at μ = 0.
-        delay: d, minibatches that a worker goes on with while an exchange is under way, 0 to `every`. Worth its two
+        delay: d, minibatches that a worker continues with while an exchange is in progress, 0 to `every`. Worth its two
             further vectors of memory where an exchange takes as long as a few minibatches.
 
     Example:
@@ -118,7 +118,7 @@ class LocalSGD(GroupStrategy):
     async def train(self, worker: GroupWorker) -> None:
         """Each round computes on version r, and leaves all workers with version r+1.
 
-        `gradient_soon` trains on all minibatches but the last `delay`, and goes on with these by itself; `update`
+        `gradient_soon` trains on all minibatches but the last `delay`, and continues with these by itself; `update`
         waits for them.
         """
         group = worker.group

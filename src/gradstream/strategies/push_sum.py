@@ -95,7 +95,7 @@ class PushSum(PeerStrategy):
 
 
 def neighbours(rank: int, number: int, live: Collection[int]) -> tuple[int | None, int | None]:
-    """The successor of a worker in a round, and its predecessor; None where it is alone.
+    """The successor of a worker in a round, and its predecessor; None if it is alone.
 
     Args:
         rank: the worker.

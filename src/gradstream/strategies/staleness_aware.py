@@ -61,7 +61,7 @@ class StalenessAware(StaleGradients):
     Args:
         power: p, at least 0; 0 weighs all gradients alike. Leave it out beside a function.
         weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
-        max_delay: R, at least 1: gradients that are so many updates old are dropped; None drops none.
+        max_delay: R, at least 1: gradients that are this many updates old are dropped; None drops none.
 
     Example:
         >>> strategy = gs.strategies.StalenessAware(power=1.0)

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: DiLoCo in which one fragment of the model travels at a time, while workers go on computing.
+"""Streaming DiLoCo: DiLoCo in which one fragment of the model travels at a time, while workers continue computing.
 
     client i, fragments p = 0 ... P-1:                     server, chunk by chunk, as in `diloco`:
       w_start ← w_i ← fetch()                                Δ_p ← mean_i Δ_i,p, of all workers that take part
@@ -8,12 +8,12 @@
       τ of the next minibatches later:  (w_i)_p ← α·(w_i)_p + (1 - α)·y_p;  (w_start)_p ← y_p
 
 Each fragment has an outer step every H minibatches, H/P after the fragment before it. So an exchange is of N/P
-elements, and of the bytes of `diloco` none are saved, but the peak is P times lower. With τ > 0 the exchange goes on
+elements, and of the bytes of `diloco` none are saved, but the peak is P times lower. With τ > 0 the exchange continues
 while the worker makes the next τ minibatches. Nothing is waited for where a link carries it in their time.
 
 The chunks of the flat vector are dealt to the fragments: "sequential" gives each neighbours, "strided" every P-th
 chunk. Which fragment is next follows from the versions of its chunks: the one with the fewest outer steps, the first of
-several. Every worker knows these versions, since no update goes on without its push. So all agree, whenever they
+several. Every worker knows these versions, since no update continues without its push. So all agree, whenever they
 have joined.
 
 P = 1, τ = 0, α = 0 is `diloco`, bit for bit. α = 0 forgets what a fragment has moved in the τ minibatches of its
@@ -22,7 +22,7 @@ With α = 1 a worker takes nothing of the others: the server averages runs that 
 worker, ν = 1, μ = 0, and τ = 0 it is the inner optimizer alone, to the rounding of w - (w - w_i).
 
 Bytes a step and worker: 4N/H up, 4N/H down (float32), in exchanges of N/P; codec "float4" makes the first 1/7. An outer
-step of a fragment waits for all workers. A lost one is left out from then on. For a checkpoint, and at the end,
+step of a fragment waits for all workers. A lost one is skipped from then on. For a checkpoint, and at the end,
 workers take in what is on its way, and all fragments have one more outer step: then every minibatch is in the model.
 
 Reference: Douillard and others, "Streaming DiLoCo with overlapping communication: towards a distributed free lunch",
@@ -74,7 +74,7 @@ class StreamingDiLoCo(ServerStrategy):
         every: H, inner steps between two outer steps of a fragment, at least `fragments`.
         fragments: P, number of fragments, at least 1; a model of fewer than 64·P² elements may have fewer.
         pattern: which chunks make a fragment: "sequential" or "strided".
-        delay: τ, minibatches that a worker makes while an exchange is under way, 0 to H // P.
+        delay: τ, minibatches that a worker makes while an exchange is in progress, 0 to H // P.
         mixing: α, share of its own parameters that a worker keeps when a fragment arrives, in [0, 1].
         outer_lr: ν, learning rate of the outer steps, > 0.
         outer_momentum: μ, share of the outer velocity that each step keeps, in [0, 1).
@@ -141,7 +141,7 @@ class StreamingDiLoCo(ServerStrategy):
         return outer_sgd("StreamingDiLoCo", self.outer_lr, self.outer_momentum, nesterov=True)
 
     def divided(self, num_chunks: int) -> Sequence[Fragment]:
-        """The fragments of a vector of so many chunks; none is empty."""
+        """The fragments of a vector of this many chunks; none is empty."""
         count = min(self.fragments, num_chunks)
         if self.pattern == "strided":
             return [range(first, num_chunks, count) for first in range(count)]
@@ -198,7 +198,7 @@ def turn(versions: Sequence[int], fragments: Sequence[Fragment]) -> Fragment:
     """The fragment whose outer step is next: that with the fewest, the first of several.
 
     After a death, or for a worker that has joined in the middle, some chunks of it may have that step already. They
-    are left out.
+    are skipped.
     """
     fewest = min(versions, default=0)
     left = ([chunk for chunk in fragment if versions[chunk] == fewest] for fragment in fragments)

@@ -17,7 +17,7 @@ so does one whose gradient is not finite.
     backup = b:  ĝ = Σ_{i ∈ A} g_i / Σ_{i ∈ A} |B_i|,   A the first N of N + b workers of this version
 
 With backup workers a round does not wait for the slowest b workers, nor for b dead ones. The server refuses a late
-gradient by its version, and its worker goes on with the newest parameters. The samples that a round leaves out are
+gradient by its version, and its worker continues with the newest parameters. The samples that a round leaves out are
 not used again. Step time: the N-th shortest of N + b times. For exponential times with mean 1, in a round that all
 workers begin together, that is Σ_{i=b+1}^{N+b} 1/i. One update has the same A on every chunk, so it is made when N
 whole gradients have arrived: pushing still overlaps backprop, updating does not.
@@ -130,7 +130,7 @@ class Synchronous(ServerStrategy):
             "median", "trimmed-mean", "krum", "clipped-mean" or "centered-clipping"; see `server/robust.py`.
         faulty: f, largest number of wrong contributions in a round, for "trimmed-mean" and "krum".
         keep: m, number of contributions that "krum" takes the mean of.
-        radius: τ, greatest length of a contribution ("clipped-mean"), or of its distance to the update before
+        radius: τ, largest length of a contribution ("clipped-mean"), or of its distance to the update before
             ("centered-clipping").
         worker_momentum: β. With β > 0 a worker contributes m ← β·m + (1 - β)·g in place of its gradient g, so that
             small constant attacks do not hide behind the noise of single gradients. Nothing then leaves during
@@ -186,7 +186,7 @@ class Synchronous(ServerStrategy):
             )
 
     def _robust(self, num_workers: int) -> RobustRule | None:
-        """The rule that `aggregate` names. Raises ConfigError if it promises nothing with so many workers."""
+        """The rule that `aggregate` names. Raises ConfigError if it promises nothing with this many workers."""
         rule: RobustRule | None = None
         match self.aggregate:
             case "median":
@@ -251,7 +251,7 @@ class Synchronous(ServerStrategy):
                 await worker.server.flush()  # after it the worker knows whether its gradient was in time
 
     async def _momentum(self, worker: ServerWorker, gradient: Gradient) -> Update:
-        """The velocity of this worker's gradients, for the present round."""
+        """The velocity of this worker's gradients, for the current round."""
         if not gradient.samples:
             return worker.update(gradient)
         await worker.local_step(gradient, 0.0, momentum=self.worker_momentum)

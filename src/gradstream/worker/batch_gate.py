@@ -1,7 +1,7 @@
 """The gate that a worker passes before each minibatch: snapshots and the participation schedule hold it there.
 
 When a snapshot begins, a worker reports how many minibatches it has begun, and begins no further one. It is told
-where to stop, goes on up to there, brings everything that it has computed into the model, and reports that. It
+where to stop, continues up to there, brings everything that it has computed into the model, and reports that. It
 then stands until the snapshot releases it. A worker that has nothing to do stands already.
 
 A participation schedule pauses and resumes workers (`ServerStrategy.drive`). A paused worker stands too. When it is
@@ -37,7 +37,7 @@ class _SnapshotStop:
         self._reported: tuple[int, int] = (0, -1)  # snapshot and kind of the last report
 
     def hear(self, notice: v1.Notice, begun: int) -> None:
-        """Takes in what the coordinator says of snapshots to a worker that has begun so many minibatches."""
+        """Takes in what the coordinator says of snapshots to a worker that has begun this many minibatches."""
         self.snapshot = snapshot = notice.snapshot if notice.HasField("snapshot") else v1.Snapshot()
         stops = snapshot.number > 0 and (snapshot.phase != v1.Snapshot.WRITE or snapshot.last)
         self._limit = snapshot.stop_at.get(self._worker, begun) if stops else None
@@ -45,7 +45,7 @@ class _SnapshotStop:
             self._say(v1.SnapshotReport.BEGUN, begun)
 
     def at_limit(self, begun: int) -> bool:
-        """Whether a worker that has begun so many minibatches may begin no further one."""
+        """Whether a worker that has begun this many minibatches may begin no further one."""
         return self._limit is not None and begun >= self._limit
 
     def stands(self, begun: int) -> None:
@@ -83,7 +83,7 @@ class _Intervals:
         self.phase = schedule.phase
 
     def enter(self) -> bool:
-        """Enters the present interval. Returns False if the worker has been in it before."""
+        """Enters the current interval. Returns False if the worker has been in it before."""
         is_new = self._entered != self.present.number
         self._entered = self.present.number
         return is_new
@@ -108,7 +108,7 @@ class BatchGate:
 
     Attributes:
         begun: number of minibatches that the worker has begun.
-        begun_before: the same when it was resumed, or entered the present phase.
+        begun_before: the same when it was resumed, or entered the current phase.
         phase: phase of the strategy, as of the minibatch that was begun last.
         flush_others: awaited before the worker stands: brings into the model what the other processes of its replica
             have computed. None if there are none.
@@ -146,7 +146,7 @@ class BatchGate:
         self._changed.set()
 
     def again(self, begun: int) -> None:
-        """Lets the worker go on after `interrupt`. It has given up the minibatch that it was in, if any."""
+        """Lets the worker continue after `interrupt`. It has given up the minibatch that it was in, if any."""
         self._error, self.begun = None, begun
 
     def hear(self, notice: v1.Notice) -> None:

@@ -95,13 +95,13 @@ class BufferAverager:
         await self._runtime.compute(lambda _: load_buffers(self._model, buffers), work=Work("copy"))
 
     async def keep(self, step: int) -> None:
-        """Keeps the present buffers, after `step` steps, for the worker that evaluates there."""
+        """Keeps the current buffers, after `step` steps, for the worker that evaluates there."""
         state = await self._own()
         if state.buffers:
             self._kept = step, state
 
     async def freeze(self) -> None:
-        """Keeps the present buffers for good: this worker computes no more gradients."""
+        """Keeps the current buffers for good: this worker computes no more gradients."""
         self._frozen = await self._own()
         self._ended.set()
 

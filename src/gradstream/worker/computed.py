@@ -30,7 +30,7 @@ class Result:
     """Figures of a gradient, besides its elements.
 
     Args:
-        loss: mean or sum over samples, as the model's `reduction` says; NaN where unknown.
+        loss: mean or sum over samples, as the model's `reduction` says; NaN if unknown.
         norm: length of the mean gradient before clipping; None if it is not clipped by length.
         read_s: seconds spent on reading samples, as part of computing the gradient.
         squares: |g|² of the mean gradient of each part, and of their mean, where they are measured; else ().
@@ -83,7 +83,7 @@ class ComputedGradient:
         later: number of the last parts of the batch that are not in this gradient: the worker trains on them while
             it is exchanged; see `LocalSteps`.
         later_samples: number of their samples.
-        rest: trains on them, from the moment when this gradient is complete; None where there are none.
+        rest: trains on them, from the moment when this gradient is complete; None if there are none.
         on_known: called by `know` and by `refuse`.
         factors: take the sufficient factors of some layers, in place of their part of the vector; not for a
             minibatch in parts, nor for a mean.
@@ -110,7 +110,7 @@ class ComputedGradient:
 
     @property
     def samples(self) -> int:
-        """Number of training samples behind it; may be `UNKNOWN` until it is done."""
+        """Number of training samples in it; may be `UNKNOWN` until it is done."""
         return self.batch.num_samples
 
     async def done(self) -> None:
@@ -149,7 +149,7 @@ class RefusedGradient:
 
     Args:
         ref: its minibatch.
-        samples: number of samples behind it.
+        samples: number of samples in it.
         step: number of the worker's step.
         what: what is wrong with it, in words.
         in_a_row: number of the worker's refused gradients in a row, with this one.

@@ -35,7 +35,7 @@ class Evaluation:
 
     Args:
         accuracy: fraction of samples whose largest output is that of the target class; None in regression.
-        loss: mean squared error in regression; else the model's own loss per sample, in evaluation mode; None where
+        loss: mean squared error in regression; else the model's own loss per sample, in evaluation mode; None if
             that is unknown (`from_functions` without `loss`, a loss of JAX that takes a key) or not finite.
         num_samples: number of held-out samples.
         metrics: value of each of the user's metrics over all samples, by name.

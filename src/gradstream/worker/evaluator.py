@@ -105,7 +105,7 @@ class Evaluator:
             await self._evaluate(replica, last, None)
 
     async def _evaluate(self, replica: Replica, ref: BatchRef, step: int | None) -> None:
-        """Evaluates the present parameters, with the workers' buffers as of `step`; None is the end of the run."""
+        """Evaluates the current parameters, with the workers' buffers as of `step`; None is the end of the run."""
         final = step is None
         config, data, begun_ns = self._config, self._config.plan.job.data, self._runtime.now()
         done = self._schedule.position(ref).after()

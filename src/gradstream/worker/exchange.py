@@ -35,7 +35,7 @@ class ExchangeContext:
         init: fills a vector with the model's first parameters.
         is_lowest: whether this is the worker of the lowest rank that is still there.
         failed: reports that this node cannot continue.
-        carried: what this process has of the checkpoint from which the phase goes on.
+        carried: what this process has of the checkpoint from which the phase continues.
     """
 
     runtime: Runtime
@@ -91,7 +91,7 @@ class Exchange(ABC):
         """Events of the traffic since the last report."""
 
     def carry(self) -> None:
-        """Keeps in memory what another phase goes on from, where every worker has all of it; see `Carried`."""
+        """Keeps in memory what another phase continues from, where every worker has all of it; see `Carried`."""
         return
 
     async def close(self) -> None:

@@ -36,7 +36,7 @@ class Clip:
     """Bounds of a worker's mean gradient.
 
     Args:
-        norm: greatest length over all parameters; None for no bound.
+        norm: largest length over all parameters; None for no bound.
         value: greatest absolute value of an element; None for no bound. Applied before `norm`.
     """
 
@@ -67,7 +67,9 @@ class Clip:
         if self.norm is None:
             return None
         vectors = (gradient, *(values.flatten() for values in (rows.values() if rows else ())))
-        length = math.sqrt(math.fsum(one for vector in vectors for one in _squares(vector))) / num_summed
+        length = (
+            math.sqrt(math.fsum(square for vector in vectors for square in _squares(vector))) / num_summed
+        )
         if not math.isfinite(length):
             raise NonFiniteError(
                 "the norm of the gradient overflows, so it cannot be clipped; scale the loss, or lower the learning "
@@ -81,7 +83,7 @@ class Clip:
 
 
 class GradientSource(Protocol):
-    """Computes the gradients of one worker: from the job's model (`Differentiator`), or in a loop of the user's.
+    """Computes the gradients of one worker: from the job's model (`Differentiator`), or in a user's loop.
 
     Attributes:
         elsewhere: another thread computes them while the arithmetic thread waits.
@@ -169,7 +171,7 @@ class Differentiator:
         measures: bool = False,
     ) -> None:
         self._measures = measures
-        self._squares: list[float] = []  # |g|² of the parts of the present gradient
+        self._squares: list[float] = []  # |g|² of the parts of the current gradient
         self._sizes: set[int] = set()  # and their samples
         self._model = model
         self._feed = feed
@@ -178,7 +180,7 @@ class Differentiator:
         self._seed = seed
         self._clip = clip or Clip()
         self._now = now
-        self._read_ns = 0  # spent on reading the samples of the present gradient
+        self._read_ns = 0  # spent on reading the samples of the current gradient
 
     def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
         """See `GradientSource`: the ends of tensors, or only the very end."""
@@ -392,12 +394,12 @@ class Looked:
 def _parts(gradient: ComputedGradient) -> Iterator[torch.Tensor]:
     """All numbers of a gradient: the sufficient factors of a layer that has them, instead of its elements."""
     done, elements = 0, gradient.vector.tensor
-    for one in (gradient.factors or {}).values():
-        if one.state != "refused":
-            yield elements[done : one.layer.start]
-            yield one.delta
-            yield one.x
-            done = one.layer.stop
+    for factor in (gradient.factors or {}).values():
+        if factor.state != "refused":
+            yield elements[done : factor.layer.start]
+            yield factor.delta
+            yield factor.x
+            done = factor.layer.stop
     yield elements[done:]
     if gradient.rows is not None:
         yield from gradient.rows.values()

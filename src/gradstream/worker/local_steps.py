@@ -1,8 +1,8 @@
-"""`LocalSteps`: in the place of a gradient, the way that a worker comes when it trains alone for some minibatches.
+"""`LocalSteps`: in place of a gradient, the way that a worker comes when it trains alone for some minibatches.
 
 w_i ← w;   for each part of the minibatch:  w_i ← InnerOpt(w_i, g);   "gradient" ← w - w_i
 
-`LocalParameters` gives w_i itself, where each worker goes on with parameters of its own.
+`LocalParameters` gives w_i itself, where each worker continues with parameters of its own.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class LocalSteps(Differentiator):
             self._beside = memory.allocate(elems, dtype, "gradient beside", lead_bytes=layout.lead_bytes)
         self._kept: dict[str, Vector] = self._copies(memory)
         self._updates = 0
-        self._begun = (-1, 0)  # the present step, and the updates before it
-        self._spoilt = self._to_refuse = ""  # why the next step is to be refused, and why the present one is
+        self._begun = (-1, 0)  # the current step, and the updates before it
+        self._spoilt = self._to_refuse = ""  # why the next step is to be refused, and why the current one is
 
     @property
     def _states(self) -> Mapping[str, Vector]:
@@ -72,7 +72,7 @@ class LocalSteps(Differentiator):
         return self._updater.state if self._unsent is None else {**self._updater.state, UNSENT: self._unsent}
 
     def _copies(self, memory: Memory) -> dict[str, Vector]:
-        """Memory for what is kept, as it was before the present step."""
+        """Memory for what is kept, as it was before the current step."""
         layout = self._model.layout
         return {name: memory.allocate(layout.elems, layout.dtype, f"kept {name}") for name in self._states}
 
@@ -192,7 +192,7 @@ class LocalParameters(LocalSteps):
 
     @updates.setter
     def updates(self, count: int) -> None:
-        """Goes on after so many inner steps."""
+        """Goes on after this many inner steps."""
         self._updates = count
 
     def _copies(self, memory: Memory) -> dict[str, Vector]:

@@ -1,4 +1,4 @@
-"""A training loop of the user's own, as the source of a worker's minibatches and gradients.
+"""A user's training loop, as the source of a worker's minibatches and gradients.
 
 The strategy asks for a gradient, as in any run. Here that gives the loop its turn: the loop continues with the
 present parameters, and hands over a gradient when it wants to make a step. Only then is known how many samples
@@ -34,9 +34,9 @@ class Turn:
     """The result of a loop's turn.
 
     Args:
-        samples: number of samples behind the gradient; 0 if the loop has ended instead.
+        samples: number of samples in the gradient; 0 if the loop has ended instead.
         lr: learning rate to apply the gradient with.
-        loss: mean loss over the samples, NaN where unknown.
+        loss: mean loss over the samples, NaN if unknown.
         silent: the turn belongs to no step of the loop, so it is not reported.
     """
 
@@ -87,7 +87,7 @@ class LoopContext:
         replica: the worker that asks for the loop's turns.
         endings: the coordinator.
         runtime, endpoint: of the worker's node.
-        failed: reports an error with which this worker cannot go on.
+        failed: reports an error with which this worker cannot continue.
     """
 
     replica: Replica
@@ -98,7 +98,7 @@ class LoopContext:
 
 
 class Loop(Protocol):
-    """A training loop of the user's, as a worker sees it.
+    """A user's training loop, as a worker sees it.
 
     Attributes:
         averages_gradients: whether only gradients are exchanged. The `parameters` of a turn are then the mean gradient
@@ -156,7 +156,7 @@ class LoopSource:
     Args:
         loop: computes the gradients.
         rank: rank of this worker.
-        first_step: number of the loop's first step; not 0 where the run is resumed.
+        first_step: number of the loop's first step; not 0 if the run is resumed.
         endings: asked whether the run is over.
 
     Attributes:

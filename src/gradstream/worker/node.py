@@ -43,7 +43,7 @@ from gradstream.worker.replica import Replica
 from gradstream.worker.schedule import BatchQueue, BatchSource, Schedule, ShareReporter
 
 # ---- recorder ----------------------------------------------------------------------------
-# Records everything that a worker is told and a replay could not find out again.
+# Records everything that a worker is told and a replay could not determine again.
 
 
 class WorkerRecorder:
@@ -195,7 +195,7 @@ class WorkerNode:
         if config.plan.parts > 1:
             self._lead = ReplicaLead(runtime, endpoint, member, config, self._batch_gate, self._failed)
         self._source = self._make_source()
-        self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
+        self._evaluator: Evaluator | None = None  # a user's loop evaluates as it likes
         if isinstance(self._source, Schedule):
             self._evaluator = Evaluator(
                 runtime, member, config, self._source, self._averager, self._is_lowest, self._lead
@@ -231,7 +231,7 @@ class WorkerNode:
             RunAbortedError: another node ended the run.
             PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator was lost.
             DrainedError: see `drain`.
-            PhaseOverError: the run goes on with the next phase of the job.
+            PhaseOverError: the run continues with the next phase of the job.
             EvictedError: the coordinator has counted this worker as lost.
         """
         config = self._config
@@ -264,7 +264,7 @@ class WorkerNode:
     def drain(self) -> None:
         """Lets this worker finish its minibatch, bring all that it has computed into the model, and leave the run.
 
-        For strategies that go on without a lost worker. `run` raises DrainedError then. Other workers get the
+        For strategies that continue without a lost worker. `run` raises DrainedError then. Other workers get the
         minibatches that this one has not begun, so each sample still counts once.
         """
         self._batch_gate.leave(self._member.depart)
@@ -409,7 +409,7 @@ class WorkerNode:
 
 
 def first_version_of(config: WorkerConfig) -> int | None:
-    """Version that a worker's first minibatch is for, where rounds may go on without it; see `Schedule`."""
+    """Version that a worker's first minibatch is for, where rounds may continue without it; see `Schedule`."""
     quorum = None
     if isinstance(config.plan.strategy, ServerStrategy):
         quorum = config.plan.strategy.quorum(config.plan.workers)
@@ -424,13 +424,13 @@ def init_of(config: WorkerConfig, runtime: Runtime) -> Callable[[Vector], Awaita
 
 
 async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
-    """A loop of the user's evaluates by itself between two minibatches."""
+    """A user's loop evaluates by itself between two minibatches."""
 
 
 def eviction_of(error: Exception, member: Member) -> EvictedError | None:
     """What a node raises instead of an error, where the run has counted the node as lost; None if it has not.
 
-    The coordinator says so. Or a node says so that has heard of it earlier: the caller is no member any more, or its
+    The coordinator says so. Or a node says so that has heard of it earlier: the caller is not a member any more, or its
     certificate was revoked. The worker of a split replica is lost with any of its parts.
     """
     if member.evicted is not None:
@@ -441,7 +441,7 @@ def eviction_of(error: Exception, member: Member) -> EvictedError | None:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """The traceback of the user's code where there is one, else that of the error."""
+    """The traceback of the user's code if there is one, else that of the error."""
     if isinstance(error, UserCodeError) and error.traceback_text:
         return error.traceback_text
     return "".join(traceback.format_exception(error))

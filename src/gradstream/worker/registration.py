@@ -84,10 +84,10 @@ def tensor_specs_of(model: Model) -> tuple[list[v1.TensorSpec], ...]:
 
 def _specs_of(tensors: Mapping[str, np.ndarray[Any, Any] | torch.Tensor]) -> list[TensorSpec]:
     arrays = {
-        name: as_numpy(torch.empty(0, dtype=one.dtype)) if isinstance(one, torch.Tensor) else one
-        for name, one in tensors.items()
+        name: as_numpy(torch.empty(0, dtype=tensor.dtype)) if isinstance(tensor, torch.Tensor) else tensor
+        for name, tensor in tensors.items()
     }
-    return [spec_of(name, tuple(one.shape), arrays[name].dtype) for name, one in tensors.items()]
+    return [spec_of(name, tuple(tensor.shape), arrays[name].dtype) for name, tensor in tensors.items()]
 
 
 def _build(model: Model) -> None:

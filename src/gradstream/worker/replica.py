@@ -3,7 +3,7 @@
 This is the part that does not depend on the way of exchange. The operations of each way are in `server.py` (a
 parameter server; `rows.py` where only changed rows are exchanged), `group.py` (a group of workers without
 servers) and `shared.py` (one vector in shared memory). Minibatches and gradients come from the job's model and
-data, or from a loop of the user's: see `BatchSchedule` and `GradientSource`.
+data, or from a user's loop: see `BatchSchedule` and `GradientSource`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepMeter:
 
     Attributes:
         result: figures of the gradient that was computed last.
-        late: a shard dropped the present step's update, which came after its round.
+        late: a shard dropped the current step's update, which came after its round.
     """
 
     def __init__(self, runtime: Runtime, attribution: WaitAttribution) -> None:
@@ -113,7 +113,7 @@ class PausableGate:
 
     Args:
         gate: the gate.
-        meter: told when a step begins: with the wait for clocks, where there are any.
+        meter: told when a step begins: with the wait for clocks, if there are any.
         flush: returns when everything that the worker has computed is in the model.
         server: told when the worker is paused and resumed; None if it cannot be paused.
         before: awaited before each minibatch, where the worker waits for the clocks of others.
@@ -122,7 +122,7 @@ class PausableGate:
 
     Attributes:
         between: the worker is between two minibatches.
-        resumed: the worker was paused before its present minibatch.
+        resumed: the worker was paused before its current minibatch.
         waited_for: see above.
     """
 
@@ -300,7 +300,7 @@ class Replica(ABC):
 
     @abstractmethod
     async def newest(self) -> torch.Tensor:
-        """The present parameters of the model that all workers train, (E,): not for writing."""
+        """The current parameters of the model that all workers train, (E,): not for writing."""
 
     @abstractmethod
     async def _flush(self) -> None:

@@ -54,7 +54,7 @@ class BatchQueue:
         self._interval = 0  # in which they were assigned
         self._low = 0  # number of minibatches left at which the worker asks for the next block
         self._asked: asyncio.Task[Assigned] | None = None
-        self._units = 1  # of samples in the present minibatch
+        self._units = 1  # of samples in the current minibatch
         self._steps = 0
         self._measured = WorkerSpeed()
 
@@ -153,7 +153,7 @@ class ShareReporter:
     def took(self, samples: int, seconds: float) -> None:
         """Notes the time of a gradient.
 
-        The first one is left out, since it includes much that happens only once, unless it is of many minibatches.
+        The first one is skipped, since it includes much that happens only once, unless it is of many minibatches.
         """
         self._steps += 1
         if self._steps > 1 or (isinstance(self._plan, JoinedPlan) and self._plan.k >= MANY):
@@ -226,7 +226,7 @@ class BatchSchedule(Protocol):
         """The worker's own minibatches of rounds that went on without it.
 
         Args:
-            done: number of its minibatches that it has gone through or left out.
+            done: number of its minibatches that it has gone through or skipped.
             version: version of its parameters.
         """
         ...
@@ -254,7 +254,7 @@ class Schedule:
             partition of its own: it takes part in rounds, or is alone.
         num_steps: number of minibatches of the whole run, where `steps` counts those of a resumed one.
         balance: measures the workers' speed, where that decides the shares of a round.
-        first_version: version of the parameters that the first minibatch is for, where rounds may go on without
+        first_version: version of the parameters that the first minibatch is for, where rounds may continue without
             this worker: it then skips their minibatches. None if it computes all of them.
     """
 
@@ -285,7 +285,7 @@ class Schedule:
         return any(self.plan.size(ref) != 0 for ref in later)
 
     def at_end(self, batch: SampleBatch, most: int) -> tuple[int, int]:
-        """The number of the last parts of a minibatch, at most so many, and of their samples."""
+        """The number of the last parts of a minibatch, at most this many, and of their samples."""
         if batch.samples is not None:
             sizes = [part.num_samples for part in batch.samples[-most:]]
         else:

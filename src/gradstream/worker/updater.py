@@ -125,7 +125,7 @@ class Updater:
         Args:
             parameters: (E,), the whole vector.
             sums: (start, mean gradient of the elements from there on); each lies within one range.
-            tensor_sums: `partial_sums`, added up over all who hold a part of a tensor; None where no others do.
+            tensor_sums: `partial_sums`, added up over all who hold a part of a tensor; None if no others do.
             lr: learning rate.
             step: number of the update, from 1.
 

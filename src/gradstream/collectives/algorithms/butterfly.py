@@ -29,7 +29,7 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 
 def cost(size: int) -> ScheduleCost:
-    """(α + nβ + nγ)·lg p; (⌊lg p⌋ + 2)(α + nβ) + (⌊lg p⌋ + 1)nγ if p is no power of two.
+    """(α + nβ + nγ)·lg p; (⌊lg p⌋ + 2)(α + nβ) + (⌊lg p⌋ + 1)nγ if p is not a power of two.
 
     (It may be nβ more then: a rank with nothing to wait for sends its vector while its partner's network card
     still takes in another.)

@@ -3,7 +3,7 @@
 Of p = p' + r ranks, with p' the power of two below p, the first 2r pair up. The even rank of a pair sends its vector
 to the odd one, takes no part, and gets the result at the end. The p' ranks that are left get new numbers.
 
-    0 ─▶ 1   2 ─▶ 3   4   5            p = 6: 1, 3, 4 and 5 go on as 0, 1, 2 and 3
+    0 ─▶ 1   2 ─▶ 3   4   5            p = 6: 1, 3, 4 and 5 continue as 0, 1, 2 and 3
 
 Reference: Thakur, Rabenseifner, Gropp, 2005, section 4.5.
 """

@@ -73,7 +73,7 @@ def all_gather(place: int, cuts: Sequence[int], rank_of: Callable[[int], int] = 
 def cost(size: int) -> ScheduleCost:
     """2·lg p·α + 2(p-1)/p·nβ + (p-1)/p·nγ.
 
-    (2⌊lg p⌋ + 2)α + (2(p-1)/p + 2)nβ + (1 + (p-1)/p)nγ if p is no power of two: then two more vectors
+    (2⌊lg p⌋ + 2)α + (2(p-1)/p + 2)nβ + (1 + (p-1)/p)nγ if p is not a power of two: then two more vectors
     pass one after the other. (It may be nβ/2 more: a rank with nothing to wait for sends its first half while
     its partner's network card still takes in a whole vector.)
     """

@@ -1,4 +1,4 @@
-"""The barrier between ranks of one host, where a rank also finds out which other one is dead, silent or gone.
+"""The barrier between ranks of one host, where a rank also determines which other one is dead, silent or gone.
 
 A rank arrives at the barrier by counting up a word of its control block. It may pass once the words of all others
 have got there. It looks for some microseconds, and then sleeps on the sockets to the others until one wakes it,
@@ -51,7 +51,7 @@ from gradstream.errors import ClosedError, DeadlineError, GradstreamError, Inter
 from gradstream.transport.socket.unix import recv_descriptors
 
 # ---- steps -------------------------------------------------------------------------------
-# Operations that can stop where they would have to wait, and go on in another thread.
+# Operations that can stop where they would have to wait, and continue in another thread.
 #
 # An operation is a generator. It yields if the other ranks have not arrived within some microseconds; the rest of
 # it blocks. So the caller carries it out at once if all ranks arrive at about the same time, and needs a thread only
@@ -169,7 +169,7 @@ class HostBarrier:
     Args:
         names: names of all nodes, by rank.
         peers: all other ranks.
-        deadline_s: how long an awaited rank may give no sign of life, in seconds: neither arrive nor beat.
+        deadline_s: how long an awaited rank may give no heartbeat, in seconds: neither arrive nor beat.
         stop: a descriptor. Once it can be read, a rank that waits gives up.
     """
 

@@ -110,7 +110,7 @@ class SharedCore:
             self._failure = None
 
     def close(self) -> None:
-        """Leaves the group. Ranks that wait for this one fail, and so does an operation under way here.
+        """Leaves the group. Ranks that wait for this one fail, and so does an operation in progress here.
 
         Vectors stay as they are for as long as somebody holds them. Idempotent; may be called on any thread.
         """
@@ -300,7 +300,7 @@ class SharedGroup:
 
     Ranks read spans of vectors from `allocate` in place. A sum over all ranks' spans of such a vector can be
     read until the next operation on the same elements. An operation that is cancelled breaks the group, and
-    so does `close` while one is under way.
+    so does `close` while one is in progress.
     """
 
     shares_memory = True
@@ -326,7 +326,7 @@ class SharedGroup:
         Args:
             runtime: runtime of this rank's node.
             members: the ranks that are to meet, and which of them this is.
-            deadline_s: how long an awaited rank may show no sign of life, in seconds. A rank whose event
+            deadline_s: how long an awaited rank may show no heartbeat, in seconds. A rank whose event
                 loop runs shows one, however long its step takes.
 
         Raises:

@@ -96,7 +96,7 @@ class Hold:
     """Keeps an engine alive while torch works for it. Release it on any thread but torch's.
 
     A process group without references waits for its threads, even on one of these threads, and for the end of
-    an operation under way. So only torch itself refers to this object during an operation, and the process can
+    an operation in progress. So only torch itself refers to this object during an operation, and the process can
     end.
     """
 
@@ -147,7 +147,7 @@ class Engine(ABC):
         return None
 
     def abort(self) -> None:  # noqa: B027  not every engine can
-        """Ends operations under way, if torch can."""
+        """Ends operations in progress, if torch can."""
 
     def _works(self, verb: Verb, tensor: torch.Tensor, root: int) -> Sequence[Any]:
         """Torch's handles of the parts of an operation."""

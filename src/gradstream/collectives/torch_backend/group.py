@@ -42,7 +42,7 @@ BLAME_S = 5.0
 class TorchGroup(CommunicatorGroup):
     """A `Group` whose operations torch carries out. Made by `form`.
 
-    The deadline bounds silence: a rank that gives signs of life may come late to an operation, by up to half
+    The deadline bounds silence: a rank that gives heartbeats may come late to an operation, by up to half
     an hour, when torch itself gives up.
 
     Nothing checks that all ranks call the same operations with spans of one length: gloo ends the process if a

@@ -35,7 +35,7 @@ class ServerClient:
         rows: the rows of every chunk, where workers exchange changed rows; None if they exchange whole chunks.
         encoder: encodes what is pushed in turn; None pushes it as it is. Initial parameters, pushes in the name of a
             lost worker, and state of the update rule are pushed as they are in any case.
-        fetch_codec: decodes the parameters of `fetch_soon`, which the shards encode; None where they do not.
+        fetch_codec: decodes the parameters of `fetch_soon`, which the shards encode; None if they do not.
 
     Attributes:
         known: by chunk, the version of the replica's parameters; -1 for none. With `rows`, a fetch is a
@@ -171,7 +171,7 @@ class ServerClient:
             raise InternalError("a second fetch before the first was swapped in: there is one back buffer")
         encoder = None if flush or vector else self._fetched
         arrival, self.back_buffer = self._arrival(self.back_buffer, chunks, encoder), None
-        # A chunk that the last push left out never has that push: such a fetch begins when the push is done.
+        # A chunk that the last push skipped never has that push: such a fetch begins when the push is done.
         covers = self._pushed_chunks is None or set(arrival.chunks) <= set(self._pushed_chunks)
         self._num_fetches += 1
         terms = v1.Fetch(
@@ -229,7 +229,7 @@ class ServerClient:
             )
 
         results = await links.with_each(ask)
-        chunks = [one for result in results for one in result.chunks]
+        chunks = [chunk for result in results for chunk in result.chunks]
         chunks.sort(key=lambda one: one.chunk)
         clock = max(result.clock for result in results)
         note, by = _latest_note(results)
@@ -277,6 +277,6 @@ class ServerClient:
 
 def _latest_note(results: Sequence[v1.CommandResult]) -> tuple[bytes, str]:
     """The note of the latest step of a procedure, of all shards, and who has brought it."""
-    steps = [(max((one.number for one in result.chunks), default=0), result) for result in results]
+    steps = [(max((chunk.number for chunk in result.chunks), default=0), result) for result in results]
     _, latest = max(steps, key=lambda step: step[0], default=(0, v1.CommandResult()))
     return latest.note, latest.by

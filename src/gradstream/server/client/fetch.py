@@ -1,4 +1,4 @@
-"""A fetch under way: chunks land as they come; the client asks again for the chunks that are missing."""
+"""A fetch in progress: chunks land as they come; the client asks again for the chunks that are missing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from gradstream.wire.frames import CODED
 
 
 class Arrival:
-    """A fetch under way.
+    """A fetch in progress.
 
     Args:
         vector: the chunks land in it. It is lent for writing until the fetch is done.
         num_chunks: number of chunks of the vector.
         chunks: the chunks that are fetched; None for all.
-        encoder: decodes the chunks; None where they come as they are.
+        encoder: decodes the chunks; None if they come as they are.
 
     Attributes:
         versions: version of each chunk; -1 for a chunk that has not landed.

@@ -25,7 +25,7 @@ T = TypeVar("T")
 class ShardLinks:
     """Reaches all shards that have chunks, retries exchanges with them, and counts the traffic.
 
-    Where others take the place of these, an exchange that is under way goes on there with the chunks that are left.
+    Where others take the place of these, an exchange in progress continues there with the chunks that are left.
 
     Args:
         runtime: runtime of the client's node.

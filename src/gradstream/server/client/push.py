@@ -55,7 +55,7 @@ class Update:
         on_done: called once all shards have acknowledged the push.
         assign: whether the vector has initial parameters.
         late: whether a shard has dropped the push, since it came after the update it was meant for; no error.
-        loss: mean loss over the samples, for rules that weigh by it; NaN where unknown.
+        loss: mean loss over the samples, for rules that weigh by it; NaN if unknown.
         target: vector that the shards change: "" for the parameters, else a state vector of the update rule.
         sequence: number of the push, once it has begun.
         refs: minibatches that the gradients were computed on.
@@ -63,13 +63,13 @@ class Update:
         settled: number of the last push whose receipts the coordinator has.
         behalf: the lost worker in whose name this one pushes; None for an own push.
         stands_for: rank of a lost worker, whose part of a round the update is; None for the worker's own.
-        clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
+        clock: clock of this worker once the update is applied; 0 if workers have none. `push_soon` sets it.
         chunks: the chunks that are pushed; None for all. The server applies nothing to the others.
-        pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
+        pieces: makes the parts to push, by chunk; a chunk skipped is not pushed. None pushes all of `vector`.
         sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
             it left; chunks behind them are pushed as absent. None: all of them.
-        portion: number of the portion of a pass (`round`) that the vector has; 0 where there are no passes.
-        prompt: whether `pieces` depends on the present parameters, and so must run before the worker continues.
+        portion: number of the portion of a pass (`round`) that the vector has; 0 if there are no passes.
+        prompt: whether `pieces` depends on the current parameters, and so must run before the worker continues.
     """
 
     vector: Vector | None

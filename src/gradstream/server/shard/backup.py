@@ -2,7 +2,7 @@
 
 `BackupOnPeer` is the side of the shard that is backed up, and `BackupHolder` that of the shard which keeps the backup.
 When the process of a shard dies, a new one reads the backup from its holder. When that of the holder dies, the shard
-goes on without a backup, and makes it anew in the new process (`ChunkCopies.keep_all`).
+continues without a backup, and makes it anew in the new process (`ChunkCopies.keep_all`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BackupOnPeer:
         return None if self._incarnation == before else self._incarnation
 
     async def put(self, backup: v1.Backup, spans: Sequence[Span] = ()) -> None:
-        """See `BackupPlace`. Returns also where there is no holder: then there is no backup.
+        """See `BackupPlace`. Returns also if there is no holder: then there is no backup.
 
         Raises:
             What `OtherShard.retrying` raises.

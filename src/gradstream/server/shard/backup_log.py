@@ -38,7 +38,7 @@ CLOCKS = -1
 """In place of the number of a chunk: the clocks of the workers."""
 
 MOST_WASTE = 3
-"""The file is written anew when it is so many times as long as the records that count."""
+"""The file is written anew when it is this many times as long as the records that count."""
 
 RETRY_S = 0.5
 """Seconds between two tries to write while the disk is full."""
@@ -251,10 +251,10 @@ class BackupLog:
                 f"{self._path}: a record has {end - at} bytes of elements, expected "
                 f"{sum(one.nbytes for one in tensors)}: it belongs to another model"
             )
-        for one in tensors:
-            data = self._runtime.storage.read_at(self._path, at, one.nbytes)
-            one.copy_(torch.frombuffer(bytearray(data), dtype=one.dtype))
-            at += one.nbytes
+        for tensor in tensors:
+            data = self._runtime.storage.read_at(self._path, at, tensor.nbytes)
+            tensor.copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype))
+            at += tensor.nbytes
 
 
 def _record(pieces: Iterable[Buffer]) -> list[Buffer]:

@@ -4,8 +4,8 @@ A worker sends the same command to all shards. Each shard carries it out exactly
 sequence): a retry gets the first result again.
 
 A step goes from chunk to chunk, and takes its turn at each as an update does. Fetches and updates of the other chunks
-go on meanwhile. A fetch gets each chunk either before the step or after it. Each chunk carries a step out for the first
-worker that brings it, and the shard carries out one step at a time.
+continue meanwhile. A fetch gets each chunk either before the step or after it. Each chunk carries a step out for the
+first worker that brings it, and the shard carries out one step at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Commands:
             command: the command: LEAVE, ENTER or STEP.
 
         Raises:
-            NonFiniteError: a step has made an element NaN or infinite. The shard cannot go on.
+            NonFiniteError: a step has made an element NaN or infinite. The shard cannot continue.
         """
         results = self._results.setdefault((sender, incarnation), OrderedDict())
         if command.sequence not in results:

@@ -47,7 +47,7 @@ class ShardConfig:
         part: the part of a split model that it holds, with the other shards of that part.
         first: rank of the first shard of its placement.
         decayed: whether gradients contain their weight decay already; see `ServerStrategy.decays_gradients`.
-        codec: decodes chunks that workers have encoded; None where they send none.
+        codec: decodes chunks that workers have encoded; None if they send none.
         fetch_codec: encodes parameters that workers fetch for gradients; None sends them as they are.
         in_passes: whether workers carry out a procedure, and push portions of passes; see `Strategy.in_passes`.
         noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.noise_meter`.

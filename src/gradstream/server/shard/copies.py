@@ -1,17 +1,17 @@
 """`ChunkCopies`: all copies of a shard's chunks: for its backup, for shards that take its place, for a checkpoint.
 
 A copy of a chunk is the elements of all its vectors, and what the state machine knows of it: version, sum, windows of
-sequence numbers, clocks, and the minibatches of recent pushes. With it, another shard goes on with the chunk as if it
+sequence numbers, clocks, and the minibatches of recent pushes. With it, another shard continues with the chunk as if it
 had always had it.
 
     push ─▶ Apply ─▶ arithmetic ─▶ commit ─▶ backup ─▶ Acknowledge, Release
 
 Nothing leaves a shard before its backup has it: the shard acknowledges a push, and sends what came of it, only once
-a copy of the chunk is in the backup. So a new process of the shard goes on where the old one has let anybody see it;
+a copy of the chunk is in the backup. So a new process of the shard continues where the old one has let anybody see it;
 workers send again what was not acknowledged, and the windows tell what was applied. A backup follows the sum of pushes,
 not each push: it has the same size for any number of workers.
 
-    notice: holds ──▶ hold ──▶ updates under way end ──▶ copies of chunks ──▶ the new shard
+    notice: holds ──▶ hold ──▶ updates in progress end ──▶ copies of chunks ──▶ the new shard
     notice: switched ──▶ leave              notice: failed ──▶ thaw, and all that has come meanwhile happens
 
 A held shard keeps every event for later: it acknowledges nothing, and drops nothing. So a copy that it gives has
@@ -71,7 +71,7 @@ class BackupPlace(Protocol):
     """Keeps backups of one shard: a file (`BackupLog`), or another shard (`BackupOnPeer`)."""
 
     async def put(self, backup: v1.Backup, spans: Sequence[Span] = ()) -> None:
-        """Keeps a backup in the place of the one before of the same chunk. Returns once it would survive this process.
+        """Keeps a backup in place of the one before of the same chunk. Returns once it would survive this process.
 
         Args:
             backup: the state of a chunk, or the clocks of the workers.
@@ -187,9 +187,9 @@ class ChunkCopies:
         runtime: runtime of the shard's node.
         config: the shard's part of the run.
         executor: has the chunks, and waits for `keep` after each update where there is a backup.
-        commands: steps of a procedure, none of which is under way in a handover or a snapshot.
+        commands: steps of a procedure, none of which is in progress in a handover or a snapshot.
         kept_pushes: minibatches of recent pushes.
-        place: keeps the backups; None where pushes are acknowledged without.
+        place: keeps the backups; None if pushes are acknowledged without.
 
     Attributes:
         part: which parameters of a split model the shard has; None if the model is not split.
@@ -285,15 +285,17 @@ class ChunkCopies:
         await load(destination)
         self.num_restored = len(restored)
         if self._store.changed is not None:
-            self._store.changed.restored({one.index: one.version for one in self._state.chunks.values()})
+            self._store.changed.restored(
+                {chunk.index: chunk.version for chunk in self._state.chunks.values()}
+            )
         clocks = self._state.clocks
-        for one in workers:
-            if members.get(f"worker-{one.rank}") != one.incarnation:
+        for worker in workers:
+            if members.get(f"worker-{worker.rank}") != worker.incarnation:
                 continue
-            if one.entered:
-                clocks.resume(one.rank, one.entered)
-            if one.paused:
-                clocks.pause(one.rank)
+            if worker.entered:
+                clocks.resume(worker.rank, worker.entered)
+            if worker.paused:
+                clocks.pause(worker.rank)
 
     def _restored(self, backup: v1.ChunkBackup) -> list[torch.Tensor]:
         """Restores what the state machine knows of a chunk. Returns the memory for the chunk's vectors."""
@@ -307,8 +309,8 @@ class ChunkCopies:
         self._store.headroom.forget(backup.index)
         state.version, state.summed = backup.version, backup.summed
         state.clock, state.lr = backup.clock, backup.lr
-        for one in backup.windows:
-            state.windows[one.sender, one.incarnation] = SequenceWindow.of(one.low, one.above)
+        for window in backup.windows:
+            state.windows[window.sender, window.incarnation] = SequenceWindow.of(window.low, window.above)
         for rank, clock in backup.clocks.items():
             name = f"worker-{rank}"
             if (name, self.members.get(name)) in state.windows:
@@ -354,7 +356,7 @@ class ChunkCopies:
         self._executor.hold()
 
     def thaw(self) -> None:
-        """Lets the shard go on."""
+        """Lets the shard continue."""
         if self._to is not None:
             self._to = None
             self._executor.thaw()
@@ -374,7 +376,7 @@ class ChunkCopies:
             raise RefusedError(self._runtime.node, "BAD_REQUEST", text)
         await self._executor.still()
         async with self._commands.turn:
-            pass  # a step of a procedure that was under way is over, and no other begins
+            pass  # a step of a procedure that was in progress is over, and no other begins
         described = False
         for chunk in chunks:
             self._check_taker(stream.opened, request)

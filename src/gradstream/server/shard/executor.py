@@ -220,7 +220,7 @@ class ShardExecutor:
             self.handle(event)
 
     async def still(self) -> None:
-        """Returns once no update is under way on a held shard."""
+        """Returns once no update is in progress on a held shard."""
         await self._idle.wait()
 
     def _transition(self, event: Event) -> Iterable[Instruction]:
@@ -350,8 +350,8 @@ class ShardExecutor:
                 self.fail(self.updates.blamed(due, error) if isinstance(error, NonFiniteError) else error)
                 return
             instructions = self._applied(update)
-        following = [one for one in instructions if isinstance(one, Apply)]
-        self._obey(one for one in instructions if not isinstance(one, Apply))
+        following = [instruction for instruction in instructions if isinstance(instruction, Apply)]
+        self._obey(instruction for instruction in instructions if not isinstance(instruction, Apply))
         if following:
             await self._runtime.sleep(0)  # a fetch that was just released reads before the next update
             self._obey(following)

@@ -36,7 +36,7 @@ MAX_COMMANDS = 4096
 """Commands of a step of a procedure."""
 
 MOST_PUSHES = 4
-"""The chunks of so many pushes of a worker may wait here at the same time, besides those for lost workers."""
+"""The chunks of this many pushes of a worker may wait here at the same time, besides those for lost workers."""
 
 CLOCKED = frozenset((v1.Command.LEAVE, v1.Command.ENTER))
 STEP_KINDS = frozenset(
@@ -55,7 +55,7 @@ class Inspection:
     """Compares requests with the registered model, the members of the run, and what its strategy uses.
 
     A shard takes no field and no command that the workers of this run never send: clocks where the rule has none,
-    steps and portions where there are no passes, state of the update rule where workers do not carry it out.
+    steps and portions if there are no passes, state of the update rule where workers do not carry it out.
 
     Args:
         identity: identity of the shard, with the model's fingerprint and the membership epoch.
@@ -115,7 +115,7 @@ class Inspection:
         raise RefusedError(mine.name, "NOT_MEMBER", text)
 
     def rank(self, sender: str) -> int:
-        """The rank of a sender. Raises RefusedError for a sender that is no worker of this run."""
+        """The rank of a sender. Raises RefusedError for a sender that is not a worker of this run."""
         try:
             rank = rank_of(sender)
         except ConfigError as error:
@@ -205,8 +205,8 @@ class Inspection:
             )
 
     def check_waiting(self, sender: str, chunks: int) -> None:
-        """Refuses one more chunk of a sender of which so many wait here: they are in memory."""
-        pushes = MOST_PUSHES + sum(one == sender for one in self.stand_ins.values())
+        """Refuses one more chunk of a sender of which this many wait here: they are in memory."""
+        pushes = MOST_PUSHES + sum(stand_in == sender for stand_in in self.stand_ins.values())
         if chunks >= (most := pushes * len(self._store.here)):
             text = f"request of {sender}: {chunks} chunks of its pushes wait; expected {most} at most"
             raise self._refused("OVER_LIMIT", text)

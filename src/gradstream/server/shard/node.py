@@ -152,7 +152,7 @@ class ShardNode:
     # ---- other shards -------------------------------------------------------------------
 
     def _placement_in(self, notice: v1.Notice) -> Placement | None:
-        """The placement of this shard: the present one, or the one that the run prepares for; None for neither."""
+        """The placement of this shard: the current one, or the one that the run prepares for; None for neither."""
         found = map(Placement.of, (notice.placement, notice.resharding.to))
         return next((one for one in found if self._config.rank in one), None)
 
@@ -190,7 +190,7 @@ class ShardNode:
         self._member.report(v1.BeatReport(resharded=outcome))
 
     def _follow_resharding(self, notice: v1.Notice) -> None:
-        """Holds this shard while others get its chunks. It does not go on where these have taken its place."""
+        """Holds this shard while others get its chunks. It does not continue where these have taken its place."""
         if notice.resharding.holds:
             self._service.copies.hold(Placement.of(notice.resharding.to))
         elif self._holds(notice):
@@ -207,7 +207,8 @@ class ShardNode:
         self._follow_resharding(notice)  # first: what was held belongs to nodes that may be lost now
         role = role_of_part(self._config.part)
         stand_ins = {
-            one.rank: member_name(self._config.part, rank_of(one.worker)) for one in notice.stand_ins
+            stand_in.rank: member_name(self._config.part, rank_of(stand_in.worker))
+            for stand_in in notice.stand_ins
         }
         self._service.inspection.stand_ins = stand_ins
         # Who has joined while the run trains fetches parameters; only of the others, the first brings them.

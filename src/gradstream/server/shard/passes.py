@@ -1,8 +1,8 @@
-"""`ChunkProcedure`: the record that a chunk has of a procedure, and of the portions of the present pass in its sum.
+"""`ChunkProcedure`: the record that a chunk has of a procedure, and of the portions of the current pass in its sum.
 
 A portion is in the sum at most once, whichever worker computed it and however often. A portion of another pass is
 refused, since it was computed at other parameters. All of this is in backups, checkpoints and handovers, so a
-procedure goes on between any two of its steps.
+procedure continues between any two of its steps.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class ChunkProcedure:
     @classmethod
     def restored(cls, messages: Sequence[v1.Procedure]) -> dict[int, ChunkProcedure]:
         """The result of `messages` of all shards, by chunk."""
-        notes = {one.number: one.note for one in messages if one.note}
-        found = {one.chunk: cls.of(one) for one in messages}
+        notes = {message.number: message.note for message in messages if message.note}
+        found = {message.chunk: cls.of(message) for message in messages}
         for procedure in found.values():
             procedure.note = notes.get(procedure.number, b"")
         return found
@@ -109,7 +109,7 @@ class ChunkProcedure:
     @classmethod
     def of(cls, message: v1.Procedure) -> ChunkProcedure:
         """The result of `message`, read again."""
-        portions = {one.first: (one.samples, one.loss) for one in message.portions}
+        portions = {portion.first: (portion.samples, portion.loss) for portion in message.portions}
         scalars = tuple(message.scalars)
         return cls(
             message.number, message.note, message.by, scalars, message.pass_number, portions, message.accepted

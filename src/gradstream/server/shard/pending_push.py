@@ -30,7 +30,7 @@ class PendingPush:
         parts: content of each chunk; empty chunks have none.
         pending: chunks that wait for a result.
         results: results that wait to be sent.
-        empty: chunks that the push left out, unless they were dropped.
+        empty: chunks that the push skipped, unless they were dropped.
         ended: whether the sender has sent everything.
         wake: set when any of these changes.
     """

@@ -29,7 +29,7 @@ LEAD_CHUNKS = 2
 
 
 class PushPacer:
-    """Decides which push of a round the shard reads next: none that is far ahead of the slowest under way.
+    """Decides which push of a round the shard reads next: none that is far ahead of the slowest in progress.
 
     Every worker of a synchronous round waits for the last chunk of the slowest push. Connections share a network
     card unevenly. A push that gets ahead takes bandwidth from the push that all wait for, and meanwhile the shard
@@ -78,7 +78,7 @@ class PacedPush:
 
 
 class _Round:
-    """The pushes of a round that are under way: how many have read so many chunks."""
+    """The pushes of a round that are in progress: how many have read this many chunks."""
 
     def __init__(self) -> None:
         self.slowest = 0

@@ -61,7 +61,7 @@ class ShardService:
         on_event: called with each event of the shard's arithmetic.
         executor, commands, kept_pushes, copies, inspection: exist once a model is registered.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
-        tensor_sums: adds up sums over whole tensors with the other shards; None where the update rule needs none.
+        tensor_sums: adds up sums over whole tensors with the other shards; None if the update rule needs none.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, config: ShardConfig) -> None:

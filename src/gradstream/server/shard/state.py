@@ -347,7 +347,7 @@ class ShardState:
     def _free(self, state: ChunkState) -> None:
         lingering = state.senders - self._members
         kept = lingering | self._members | self._fenced
-        for gone in [one for one in state.windows if one not in kept]:
+        for gone in [window for window in state.windows if window not in kept]:
             del state.windows[gone]
             self._departed[gone].append(state.gradients.pop(gone, 0))
         if lingering:
@@ -466,7 +466,7 @@ class ShardState:
         """The instruction to apply these pushes, with the sum if there is one; or to add them to the sum."""
         headers = [held.header for held in update]
         before = state.lr if state.summed else 0.0
-        rates = [before, *(one.lr for one in headers if not one.empty)]
+        rates = [before, *(header.lr for header in headers if not header.empty)]
         rate = next(filter(None, rates), 0.0)
         if self._rule.robust is not None and len(rates) > 1:  # no sum; a minority cannot move the median
             rate = statistics.median_low(rates[1:])

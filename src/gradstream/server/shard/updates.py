@@ -70,7 +70,7 @@ class Updates:
             due, parts: as for `compute`.
 
         Returns:
-            The second pass; None where the rule needs no sums.
+            The second pass; None if the rule needs no sums.
         """
         sums, chunk, store, robust = self.tensor_sums, due.chunk, self.store, self.rule.robust
         if sums is None or not due.update or due.update[0].assign:
@@ -278,7 +278,7 @@ class Updates:
         parts: Sequence[torch.Tensor],
         scales: Sequence[float],
     ) -> torch.Tensor | None:
-        """The contributions as one, by a robust rule; None where every one is left out."""
+        """The contributions as one, by a robust rule; None if every one is skipped."""
         if isinstance(robust, CoordinateRule):
             return robust.combine(parts, scales)
         assert isinstance(robust, WholeRule)
@@ -360,9 +360,9 @@ class Updates:
         weights = self.rule.weights(due.step - 1, headers) if headers else ()
         scaled = self.store.has_rate and due.lr and self.rule.robust is None  # else all count alike
         return [
-            weight * (one.lr / due.lr if scaled else 1.0)
-            for weight, one in zip(weights, headers, strict=True)
-            if not one.empty
+            weight * (header.lr / due.lr if scaled else 1.0)
+            for weight, header in zip(weights, headers, strict=True)
+            if not header.empty
         ]
 
     def _usable_weights(self, due: Apply) -> list[float]:
@@ -389,7 +389,7 @@ class Updates:
 
 
 def _reach(push: PushHeader) -> float:
-    """How far a push can move the parameters: its rate times its length; 0 if one of them is no number."""
+    """How far a push can move the parameters: its rate times its length; 0 if one of them is not a number."""
     reach = abs(push.lr) * push.length
     return reach if math.isfinite(reach) else 0.0
 

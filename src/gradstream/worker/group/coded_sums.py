@@ -13,7 +13,7 @@ A worker sends (W - 1)·C bytes in the first way, with C those of a whole encode
 where a ring sends 2(W - 1)/W·4N. The second one is taken by three workers or more with codecs that have a code for each
 element (`Codec.dense`); the others would leave out again what they have let through. All get the same bits both ways.
 
-With error feedback the second encoding has it too: a worker has what it left out of its slice s in its own remainder,
+With error feedback the second encoding has it too: a worker has what it dropped from its slice s in its own remainder,
 and adds that to the sum. So in both steps nothing is lost, sent + remainders = given, and there is no further vector.
 
 A part begins with a word of its own: NaN says that a worker's gradient is not finite. Nothing of it enters what the
@@ -45,7 +45,7 @@ from gradstream.worker.group.sufficient_factors import outside
 # ---- coded sums --------------------------------------------------------------------------
 
 PART_WORDS = 64
-"""Parts are multiples of so many words, so that the group's `slice_of` cuts between them."""
+"""Parts are multiples of this many words, so that the group's `slice_of` cuts between them."""
 BLOCK_ELEMS = 1 << 20
 """The most elements that are encoded at once: what is decoded of them stays near the processor."""
 
@@ -57,7 +57,7 @@ class CodedSums:
         runtime: runtime of the worker's node.
         group: the workers.
         bounds: [start, stop) of the buckets.
-        encoder: this worker's; what its codec keeps goes on from one group to the next.
+        encoder: this worker's; what its codec keeps continues from one group to the next.
 
     Raises:
         ConfigError: encoding would take more bytes than it saves.
@@ -171,7 +171,7 @@ class CodedSums:
             at = end
 
     def _decode(self, bucket: _Bucket, number: int, into: torch.Tensor, *, add: bool) -> None:
-        """Overwrites elements by what a part has, or adds that to them. NaN where its sender's were not finite."""
+        """Overwrites elements by what a part has, or adds that to them. NaN if its sender's were not finite."""
         part, at = bucket.parts[number], 1
         if math.isnan(part[0].item()):
             into.fill_(math.nan)
@@ -208,7 +208,7 @@ class CodedSums:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A sum under way.
+    """A sum in progress.
 
     Args:
         span: this worker's values; its start is their place in the flat vector. The sum takes their place.
@@ -253,8 +253,8 @@ class LowRankSums:
         buckets: [start, stop) of each bucket.
         codec: the rank.
         seed: of the first Q, the same at all workers.
-        left: what was left out of the rounds before; it goes on from one group to the next.
-        bases: the Q of each matrix, by "q-<its first element>"; it goes on too. A newcomer's is another one until the
+        left: what was dropped from the rounds before; it continues from one group to the next.
+        bases: the Q of each matrix, by "q-<its first element>"; it continues too. A newcomer's is another one until the
             end of its first exchange, from which all workers have the same.
 
     Attributes:
@@ -290,15 +290,15 @@ class LowRankSums:
 
     def _parts(self, bucket: Bucket) -> tuple[list[MatrixPlace], list[Bucket]]:
         """The matrices that end in a bucket, and [start, stop) of what it has besides matrices."""
-        here = [one for one in self.layers if one.start < bucket[1] and bucket[0] < one.stop]
+        here = [layer for layer in self.layers if layer.start < bucket[1] and bucket[0] < layer.stop]
         return [one for one in here if one.stop <= bucket[1]], outside(bucket, here)
 
     def _sizes(self, bucket: Bucket) -> tuple[list[int], list[int]]:
         """The number of elements of each part of the first sum, and of the second."""
         matrices, besides = self._parts(bucket)
-        rows = [one.rows * self._rank for one in matrices]
+        rows = [matrix.rows * self._rank for matrix in matrices]
         return [*rows, *(stop - start for start, stop in besides)], [
-            one.columns * self._rank for one in matrices
+            matrix.columns * self._rank for matrix in matrices
         ]
 
     async def exchange(self, bucket: Bucket, vector: Vector, weight: float) -> list[Span]:
@@ -308,7 +308,7 @@ class LowRankSums:
             bucket: one of the buckets.
             vector: this worker's gradient.
             weight: factor of this worker's gradient. NaN for one that is not finite: the result is NaN then, at all
-                workers, and what was left out stays as it is.
+                workers, and what was skipped stays as it is.
 
         Returns:
             What this worker has sent.
@@ -320,8 +320,8 @@ class LowRankSums:
         firsts, seconds = self._sizes(bucket)
         work = _Product(matrices, vector, self._left, self._bases, weight)
         others = [vector[start:stop] for start, stop in besides]
-        places = [vector[one.start : one.stop] for one in matrices]
-        left = [self._left[one.start : one.stop] for one in matrices]
+        places = [vector[matrix.start : matrix.stop] for matrix in matrices]
+        left = [self._left[matrix.start : matrix.stop] for matrix in matrices]
         elems = sum(map(len, [*places, *others]))
         sent = [part for part in (self._thin[: sum(firsts)], self._thin[: sum(seconds)]) if len(part)]
 
@@ -374,7 +374,7 @@ class _Product:
     Args:
         matrices: the matrices.
         vector: this worker's gradient.
-        left: what was left out of the rounds before.
+        left: what was dropped from the rounds before.
         bases: see `LowRankSums`.
         weight: see `LowRankSums.exchange`.
         found: the orthonormal P of each matrix whose sum is finite.

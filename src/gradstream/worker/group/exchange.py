@@ -87,7 +87,7 @@ class FirstLook:
         except DeadlineError:
             raise
         except TimeoutError:
-            return  # the coordinator does not know, so all go on with the first minibatch
+            return  # the coordinator does not know, so all continue with the first minibatch
 
 
 # ---- group -------------------------------------------------------------------------------

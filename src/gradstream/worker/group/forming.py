@@ -81,7 +81,7 @@ class GroupForming:
         return self._newest > self._used
 
     async def through(self, work: Callable[[Group], Awaitable[T]]) -> T:
-        """Calls `work` with the group; once more with the next one if a worker is lost meanwhile.
+        """Calls `work` with the group; again with the next one if a worker is lost meanwhile.
 
         Raises:
             PeerLostError, DeadlineError: a worker was lost, and the run does not survive that; or `MOST_AGAIN` groups

@@ -216,7 +216,7 @@ class GroupPeers:
         if bucket[0] == 0 and not factors.agreed:
             await gradient.done()
             await factors.agree(gradient.vector, gradient.samples)
-        return [one for one in factors.layers if one.start < bucket[1] and bucket[0] < one.stop]
+        return [layer for layer in factors.layers if layer.start < bucket[1] and bucket[0] < layer.stop]
 
     async def _allreduce_around(
         self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[FactoredLayer]
@@ -287,7 +287,7 @@ class GroupPeers:
     def _note_squares(self, noise: NoiseMeter, joined: float) -> None:
         counts, own = self._round.counts, self._round.counts[self._context.rank]
         here = [Contribution(own, self._round.weight, self._round.square)] if own else []
-        noise.add(self._replica.version + 1, [one for one in counts if one], here, joined)
+        noise.add(self._replica.version + 1, [count for count in counts if count], here, joined)
 
     async def _copy(self, source: Span, target: Span) -> None:
         await self._runtime.compute(

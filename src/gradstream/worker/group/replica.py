@@ -48,7 +48,7 @@ async def rehearse(
         UserCodeError, GradientError, DataError: as for any gradient.
     """
     source, schedule, runtime = context.gradients, context.schedule, context.runtime
-    assert isinstance(schedule, Schedule)  # loops of the user's own have no phases
+    assert isinstance(schedule, Schedule)  # users' loops have no phases
     if done >= schedule.num_batches:
         return 0.0
     ref = schedule.plan.nth(context.rank, done)

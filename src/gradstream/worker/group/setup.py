@@ -45,8 +45,8 @@ class GroupSetup:
         factors: exchanges layers as factors; None if no layer may be.
         stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
         joint: computes the parts of this worker and of those for which it stands in; None if it does for nobody.
-        coded: sums gradients whose parts travel encoded; None where they travel as they are.
-        low_rank: sums matrices as products of thin ones; None where they are summed as they are.
+        coded: sums gradients whose parts travel encoded; None if they travel as they are.
+        low_rank: sums matrices as products of thin ones; None if they are summed as they are.
         noise: gets the squares of gradients, where they are measured; else None.
     """
 
@@ -98,7 +98,7 @@ class GroupMeter:
         self._attribution.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
 
     def exchanged(self, sent: Sequence[Span], begun_ns: int, *, whole: int | None = None) -> None:
-        """The exchange of spans, which began at `begun_ns`, is done; they stand for so many bytes, or for their own."""
+        """The exchange of spans, begun at `begun_ns`, is done. `whole` is what they stand for, in bytes, if encoded."""
         sent_bytes = sum(span.tensor.nbytes for span in sent)
         self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
         self.waited(begun_ns)
@@ -170,7 +170,7 @@ class GroupAssembly:
                 layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
             )
             updater = self._updater(self._context.runtime.memory.allocate, [(0, layout.elems)])
-        stand_ins = {one.rank: int(one.worker.rpartition("-")[2]) for one in notice.stand_ins}
+        stand_ins = {stand_in.rank: int(stand_in.worker.rpartition("-")[2]) for stand_in in notice.stand_ins}
         return GroupSetup(
             group=group,
             buckets=buckets,

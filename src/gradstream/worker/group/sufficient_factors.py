@@ -3,7 +3,7 @@
     ∇W = Σ_r w_r δ_rᵀ x_r      all-gather of (w_r δ_r, x_r) over the workers r, instead of a sum of products
 
 What a layer needs each round follows from the plan and from what all workers have agreed on, so that all
-call the same operations. In the first round the backward pass itself finds out whether a layer's gradient is
+call the same operations. In the first round the backward pass itself determines whether a layer's gradient is
 one product of a row per sample; where it is not, on any worker, the layer goes the usual way from there on.
 
 Workers get the same bits where their machines multiply matrices alike: on processors of the same kind, with
@@ -27,7 +27,7 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.telemetry.events import FactorsEvent
 
 Decide = Callable[[FactoredLayer, int], bool]
-"""Whether the gradient of a layer goes as factors, with so many rows a worker; the same at all workers."""
+"""Whether the gradient of a layer goes as factors, with this many rows a worker; the same at all workers."""
 
 BLOCK_ELEMS = 64  # of `slice_of`
 
@@ -146,7 +146,7 @@ class SufficientFactors:
         return [one.layer for one in self._round.values()]
 
     def begin(self, sizes: Sequence[int] | None) -> FactorPairs | None:
-        """Begins a round of so many samples at each worker; None if nobody knows.
+        """Begins a round of this many samples at each worker; None if nobody knows.
 
         Returns:
             Where this worker's own factors land.
@@ -173,7 +173,7 @@ class SufficientFactors:
         return self._shown and self._round.keys() <= self._agreed
 
     async def agree(self, gradient: Vector, rows: int) -> None:
-        """Before anything of a round is exchanged, its gradient (E,) done: the workers find out together.
+        """Before anything of a round is exchanged, its gradient (E,) done: the workers determine together.
 
         Args:
             rows: this worker's samples.

@@ -238,7 +238,7 @@ class PeerExchange(Exchange):
         strategy: strategy of the run.
         pairwise: the exchanges of this worker's node, which partners reach already.
         replica: makes the replica, which reports its transfers.
-        restores: the checkpoint that the run goes on from, if there is one, has the state of this strategy's workers.
+        restores: the checkpoint that the run continues from, if there is one, has the state of this strategy's workers.
         chunk_elems: elements of a chunk. A checkpoint has a version for each.
     """
 

@@ -34,8 +34,8 @@ class PeerReplica(Replica):
         seed: seed of the run.
         strategy: strategy of the run.
         live: see `api.PeerWorker`.
-        encoder: encodes the first of the vectors that are given; None where all go as they are. Both partners use what
-            is decoded, of their own vector too. So what the codec leaves out is left out of both halves of the mean,
+        encoder: encodes the first of the vectors that are given; None if all go as they are. Both partners use what
+            is decoded, of their own vector too. So what the codec leaves out is dropped from both halves of the mean,
             and what it keeps for the next round counts once.
         on_transfer: called with each exchange that is done.
         on_alone: called with each that is not, though there was a partner.
@@ -82,7 +82,7 @@ class PeerReplica(Replica):
         self._on_transfer = on_transfer
         self._on_alone = on_alone
         self._taken: list[Vector] = []  # where the partner's vectors land
-        self._round: ComputedGradient | None = None  # the present one
+        self._round: ComputedGradient | None = None  # the current one
         self.still = asyncio.Lock()
         assert isinstance(context.gradients, LocalParameters | LoopSource)
         self.steps = context.gradients
@@ -200,7 +200,7 @@ class PeerReplica(Replica):
         """Counts an exchange that is done, with what was sent, and what that stands for."""
         self.exchanges_done += 1
         self.whole_bytes += sum(one.tensor.nbytes for one in given)
-        sent_bytes = sum(one.tensor.nbytes for one in gives)
+        sent_bytes = sum(span.tensor.nbytes for span in gives)
         self._on_transfer(Transfer("push", (self._runtime.now() - begun_ns) / 1e9, sent_bytes))
 
     async def _sound(self, taken: Sequence[Vector]) -> bool:

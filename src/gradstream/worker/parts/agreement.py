@@ -1,7 +1,7 @@
 """`Agreement`: what all parts of a replica decide together: what becomes of a gradient, and whether a round counts.
 
     part ── report: finite? its length? ──▶ worker ── scaled, or refused ──▶ every part
-    part ── vote: ready, or lost its group ──▶ worker ── goes on, or not ──▶ every part
+    part ── vote: ready, or lost its group ──▶ worker ── continues, or not ──▶ every part
     worker ── the gradient of which minibatch comes next ──▶ every part
 
 An update of a round is made in all parts of a replica, or in none. So its parts have parameters of one version, and
@@ -35,7 +35,7 @@ class Window:
     A stream is the minibatches that are admitted until `closing` is set: the next one comes after their updates.
 
     Args:
-        ahead: number of minibatches after the present one that the passes of its gradient may read. 0 where the
+        ahead: number of minibatches after the current one that the passes of its gradient may read. 0 if the
             pipeline is empty between two minibatches.
 
     Attributes:
@@ -78,7 +78,7 @@ class Window:
 
 
 async def at_once() -> None:
-    """Nothing has to be done before the parts go on."""
+    """Nothing has to be done before the parts continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Agreed:
 
     Args:
         scale: factor of each element.
-        refused: why the gradient is left out; "" if it is not.
+        refused: why the gradient is skipped; "" if it is not.
         loss: of the minibatch. Known to part 0 alone; 0 in others.
         norm: length of the mean gradient before it was clipped, on part 0; None if nobody needs it.
     """
@@ -154,7 +154,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def note(self, mine: PartReport) -> float:
-        """Passes on a report, and waits for nobody. Returns the newest loss that is known here; NaN where none is."""
+        """Passes on a report, and waits for nobody. Returns the newest loss that is known here; NaN if none is."""
 
     async def loss(self, mine: PartReport) -> float:
         """As `note`, but the worker waits for the loss of the same minibatch."""
@@ -169,7 +169,7 @@ class Agreement(ABC):
         Args:
             ready: whether this part is.
             epoch: membership epoch of its group. Parts that vote under different ones are not ready.
-            last: awaited before this part goes on: on the worker after all votes, on others after its answer.
+            last: awaited before this part continues: on the worker after all votes, on others after its answer.
         """
 
     @abstractmethod

@@ -171,7 +171,7 @@ class PartChannel:
         most_samples: number of samples that a micro-batch has at most; 0 lets all values go by streams.
 
     Attributes:
-        sizes: number of samples of each micro-batch: of those of the present minibatch, or of several minibatches.
+        sizes: number of samples of each micro-batch: of those of the current minibatch, or of several minibatches.
         sockets: to the other parts, for a thread that computes; None if values go by streams.
     """
 

@@ -65,7 +65,7 @@ class _Lesson:
 
 
 class DecoupledGradients(PartSource):
-    """Computes one part's gradients, with predictors in the place of the other parts.
+    """Computes one part's gradients, with predictors in place of the other parts.
 
     Raises:
         ConfigError: predictors cannot see these targets, or these inputs.
@@ -135,7 +135,7 @@ class DecoupledGradients(PartSource):
         return Result(self._agreement.note(mine), None, read_s)
 
     def _bound(self, gradient: ComputedGradient) -> None:
-        """Bounds the elements of the gradient. Raises NonFiniteError if one is no finite number."""
+        """Bounds the elements of the gradient. Raises NonFiniteError if one is not a finite number."""
         into, sums = gradient.vector.tensor, self.model.reduction == "sum"
         num_summed = gradient.batch.num_samples if sums else 1
         if not usable(into):
@@ -154,8 +154,8 @@ class DecoupledGradients(PartSource):
         """What the predictors have, and have yet to learn, by name; between two minibatches."""
         found = {
             f"{value}/{name}": tensor
-            for value, one in self._predictors.items()
-            for name, tensor in one.state().items()
+            for value, predictor in self._predictors.items()
+            for name, tensor in predictor.state().items()
         }
         for number, lessons in self._lessons.items():
             for lesson in lessons:
@@ -253,7 +253,7 @@ class DecoupledGradients(PartSource):
         labels: torch.Tensor | None,
         scale: float,
     ) -> None:
-        """Begins to receive what a predictor should have predicted for the present minibatch."""
+        """Begins to receive what a predictor should have predicted for the current minibatch."""
         back = value in self._outputs
         receiving = [
             awaited_later(

@@ -126,7 +126,7 @@ class _Passes(Computed):
         self._saved: dict[tuple[int, int], object] = {}
 
     def _weight(self, stage: int, samples: int) -> float:
-        """The factor of a loss of so many samples in that of the minibatch."""
+        """The factor of a loss of this many samples in that of the minibatch."""
         last = stage == len(self._model.plan.stages) - 1
         return samples / self._total if last and self._model.reduction == "mean" else 1.0
 
@@ -140,7 +140,9 @@ class _Passes(Computed):
         def compute() -> tuple[dict[str, torch.Tensor], object]:
             try:
                 return model.model_of(stage).forward(parameters, values, seed=seed, samples=samples)
-            except NonFiniteError as error:  # of the loss: the other parts go on, and the gradient is refused
+            except (
+                NonFiniteError
+            ) as error:  # of the loss: the other parts continue, and the gradient is refused
                 self.refused = str(error)
                 return {"loss": torch.tensor(math.nan)}, None
 

@@ -78,9 +78,9 @@ def _add(into: Vector, vector: Vector, weight: float, _: object) -> None:
 # `PartStandIn`: the processes of a split replica compute the parts of lost workers together.
 #
 #     worker: own gradient ──▶ tells its parts: rank r, round m ──▶ all compute it ──▶ each pushes its part as r
-#     a process has the next version ──▶ waits until all have theirs ──▶ all go on to it
+#     a process has the next version ──▶ waits until all have theirs ──▶ all move on to it
 #
-# A stand-in needs the parameters of the present round. So no process of a replica leaves a round before it is over on
+# A stand-in needs the parameters of the current round. So no process of a replica leaves a round before it is over on
 # the shards of all parts.
 
 

@@ -203,12 +203,12 @@ class PartLead(Agreement):
         """See `Agreement`: adds up what the parts report, and tells them what becomes of the gradient."""
         reports = [mine, *[await self._reports[mine.kind, part].get() for part in self._others]]
         last = reports[self._model.plan.stages[-1].part]  # computes the loss, from which all NaNs may come
-        refused = next((one.refused for one in (last, *reports) if one.refused), "")
-        losses = [one.loss for one in reports if one.loss is not None]
+        refused = next((report.refused for report in (last, *reports) if report.refused), "")
+        losses = [report.loss for report in reports if report.loss is not None]
         loss = math.fsum(losses) if losses else math.nan
         scale, norm = 1.0, None
         if clip.norm is not None and not refused:
-            norm = math.sqrt(math.fsum(one.squares for one in reports)) / num_summed
+            norm = math.sqrt(math.fsum(report.squares for report in reports)) / num_summed
             if not math.isfinite(norm):
                 refused = "the norm of the gradient overflows, so it cannot be clipped"
             elif norm > clip.norm:

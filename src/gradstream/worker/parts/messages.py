@@ -60,7 +60,7 @@ class PartReport:
             the same of a lost replica's, which is computed beside a stream. "vote": whether this part is ready; see
             `Agreement.all_ready`.
         refs: the minibatches.
-        squares: sum of the squares of the gradient's elements; 0 where nobody needs it.
+        squares: sum of the squares of the gradient's elements; 0 if nobody needs it.
         loss: loss of the minibatch, from the part that computes it; None from others.
         refused: why the gradient cannot be used, or the part is not ready; "" if it can, or is.
         epoch: membership epoch of the part's group, for a vote.
@@ -80,7 +80,7 @@ class PartDecision:
 
     Args:
         scale: factor for each element.
-        refused: why it is left out; "" if it is not.
+        refused: why it is skipped; "" if it is not.
     """
 
     scale: float = 1.0

@@ -86,7 +86,7 @@ class PartFollower(Agreement):
         self.epoch = 0
         self.carry_out: Callable[[PartTurn], Awaitable[None]] = _unserved
         self._num_heard = 0
-        self._turns = deque[BatchRef]()  # of gradients, the present one first
+        self._turns = deque[BatchRef]()  # of gradients, the current one first
         self._turned = asyncio.Event()
 
     def pushed(self, refs: Sequence[BatchRef]) -> None:

@@ -55,7 +55,7 @@ async def compute_outputs(
         batch: the batch, on part 0.
 
     Returns:
-        "outputs", and "loss" where there is one, on the part of the last stage; None on others.
+        "outputs", and "loss" if there is one, on the part of the last stage; None on others.
     """
     if isinstance(model, HybridModel):
         return await hybrid_outputs(runtime, model, channel, parameters, samples, batch)
@@ -205,7 +205,9 @@ async def write_final_parts(
                 data = piece[begin - start : until - start].numpy().data.cast("B")
                 await put(len(header) + at * dtype.itemsize, data)
     end = len(header) + sum(spec.size_bytes for spec in tensors)
-    starts = {spec.name: sum(one.size_bytes for one in tensors[:index]) for index, spec in enumerate(tensors)}
+    starts = {
+        spec.name: sum(tensor.size_bytes for tensor in tensors[:index]) for index, spec in enumerate(tensors)
+    }
     for spec in behind:
         if spec.same_as:
             await put(end, storage.read_at(draft, len(header) + starts[spec.same_as], spec.size_bytes))

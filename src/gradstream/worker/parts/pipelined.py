@@ -2,7 +2,7 @@
 
     minibatch ─ micro-batches ─▶ passes of the schedule ─▶ each part has its part of the gradient
 
-The gradient is that of the whole minibatch: micro-batch m counts n_m / n where the loss is a mean, and 1 where it is a
+The gradient is that of the whole minibatch: micro-batch m counts n_m / n where the loss is a mean, and 1 if it is a
 sum. A run may let parts drop the activations of a forward pass, and compute them again before its backward.
 """
 
@@ -43,7 +43,7 @@ from gradstream.worker.parts.sockets import PartSockets
 
 
 async def pass_thread(runtime: Runtime, channel: PartChannel) -> PassThread | None:
-    """The thread of a part; None where its passes need the event loop, since there are no sockets to all parts.
+    """The thread of a part; None if its passes need the event loop, since there are no sockets to all parts.
 
     All parts call it at once.
     """
@@ -290,7 +290,9 @@ class Passes(Computed):
                     recompute=drop,
                     joined=joined,
                 )
-            except NonFiniteError as error:  # of the loss: the other parts go on, and the gradient is refused
+            except (
+                NonFiniteError
+            ) as error:  # of the loss: the other parts continue, and the gradient is refused
                 self.refused = str(error)
                 return {"loss": torch.tensor(math.nan)}, None
 
@@ -305,7 +307,7 @@ class Passes(Computed):
         return outputs
 
     def _joined_loss(self, stage: int, micro_batch: int) -> JoinedLoss | None:
-        """Who looks at the loss of the micro-batch's minibatch; None where nobody does."""
+        """Who looks at the loss of the micro-batch's minibatch; None if nobody does."""
         model, step = self._source.model, self.step_of(micro_batch)
         if stage + 1 < len(model.plan.stages) or not is_due(step):
             return None

@@ -6,7 +6,7 @@ A pass whose input is there begins as soon as the one before it has ended. Over 
 two changes of thread, and each value for two more. A reader is a thread that takes in all that comes, so a part that
 sends does not wait for one that computes.
 
-Everything else that parts tell each other, signs of life too, stays with `PartChannel`. A lost part breaks its
+Everything else that parts tell each other, heartbeats too, stays with `PartChannel`. A lost part breaks its
 sockets. A part that gives up a gradient shuts its own down, which ends what its thread waits for.
 """
 

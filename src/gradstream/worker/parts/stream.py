@@ -71,7 +71,7 @@ def _ahead(name: str, plan: SplitPlan, part: int, micro_batches: int) -> int:
 
 
 def _until(schedule: Iterator[StagePass], stages: int, micro_batches: int) -> Iterator[StagePass]:
-    """The next passes of a part of so many stages, up to the backwards of so many micro-batches."""
+    """The next passes of a part of this many stages, up to the backwards of this many micro-batches."""
     while stages:
         step = next(schedule)
         stages -= step.kind == "backward" and step.micro_batch == micro_batches - 1

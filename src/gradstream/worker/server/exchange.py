@@ -57,7 +57,7 @@ class ServerExchange(Exchange):
         strategy: strategy of the run.
         replica: makes the replica for a client of all shards.
         rows: rows of the model, where only changed rows are exchanged; else None.
-        encoder: encodes what is pushed; None where it is not encoded.
+        encoder: encodes what is pushed; None if it is not encoded.
     """
 
     replica: ServerReplica
@@ -201,7 +201,7 @@ class ServerExchange(Exchange):
         await self._client.flush()
 
     async def finish(self) -> None:
-        """See `Exchange`: fetches once more.
+        """See `Exchange`: fetches again.
 
         The shards first apply sums that are still incomplete, since no other push will complete them. The fetch
         lands in the gradient's memory: where fetches never overlap compute, the back buffer was never touched.

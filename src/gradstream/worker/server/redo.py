@@ -84,7 +84,7 @@ class Redos:
     async def _run(self, key: Key, redo: v1.Redo) -> None:
         sender, incarnation, sequence = key
         behalf = v1.Behalf(sender=sender, incarnation=incarnation)
-        refs = [ref_of(one) for one in redo.batches]
+        refs = [ref_of(batch) for batch in redo.batches]
         try:
             async with self._turn(refs):
                 with self._memory() as (parameters, gradient, total, sums):

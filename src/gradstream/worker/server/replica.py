@@ -57,7 +57,7 @@ class ServerReplica(Replica):
         self._num_updates = 0  # by that rule
         self._origin: Vector | None = None  # w_start of the worker's own parameters, until it is pushed
         self._pushed: Vector | None = (
-            None  # its own parameters at their last push, where it goes on from there
+            None  # its own parameters at their last push, where it continues from there
         )
 
     def _allocate(self, name: str, layout: Layout | None = None) -> Vector:

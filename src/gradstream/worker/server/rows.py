@@ -84,7 +84,7 @@ class RowSum:
         self.tables.scale(factor)
 
     def take(self, parameters: torch.Tensor, lr: float, *, everything: bool) -> Mapping[int, UpdatePiece]:
-        """Takes the rows to be sent out of the sum, by chunk; chunks without such rows are left out.
+        """Takes the rows to be sent out of the sum, by chunk; chunks without such rows are skipped.
 
         Without a threshold, the payloads of whole chunks lie in `rest`, which nobody may change until they are
         sent. With a threshold, the rows that are sent become 0 in the sum, and the others are left.

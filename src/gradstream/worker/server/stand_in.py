@@ -84,8 +84,8 @@ class StandIn:
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def hear(self, notice: v1.Notice) -> None:
-        """Takes in for whom this worker stands in, from its present round on."""
-        mine = [one for one in notice.stand_ins if one.worker == self._runtime.node]
+        """Takes in for whom this worker stands in, from its current round on."""
+        mine = [stand_in for stand_in in notice.stand_ins if stand_in.worker == self._runtime.node]
         self._asked = {one.rank: one.newcomer for one in mine}
         self._begun_for &= self._asked.keys()
         self._compute()

@@ -220,4 +220,4 @@ class SharedReplica(Replica):
 
 def _joined(rows: Sequence[SparseRows]) -> SparseRows:
     """The samples of a minibatch in parts (`accumulate`), which all lie in one table."""
-    return SparseRows(rows[0].table, np.concatenate([one.ids for one in rows]))
+    return SparseRows(rows[0].table, np.concatenate([row.ids for row in rows]))
