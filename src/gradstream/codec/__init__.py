@@ -1,4 +1,4 @@
-"""Codecs: how gradients, activations and parameters are made smaller for their way between two processes.
+"""Codecs compress gradients, activations and parameters that are sent between processes.
 
 Cast                        two bytes a number
 Blocks, QSGD, Sign          a few bits a number, and a scale for a block of them

@@ -1,6 +1,6 @@
-"""`Codec`: how flat tensors are made smaller for their way between two processes, and nearly whole again behind it.
+"""`Codec`: compresses flat tensors for sending, and restores them approximately at the receiver.
 
-The encoded size follows from the number of elements alone, so that both sides have the memory beforehand.
+The encoded size depends only on the number of elements, so that both sides can allocate memory beforehand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPE = torch.float32
 """The dtype of all tensors that are encoded."""
 
 State = Mapping[str, torch.Tensor]
-"""What a codec keeps from one tensor to the next, by name."""
+"""A codec's state vectors, kept from one tensor to the next, by name."""
 
 NO_STATE: State = {}
 """The state of a codec that keeps nothing from one tensor to the next."""
@@ -31,11 +31,11 @@ class Codec(Protocol):
     """Encodes flat float32 tensors. A codec is a frozen dataclass of its options.
 
     Attributes:
-        linear: encoded tensors of equal seed have the same elements in the same scale, so that an allreduce may sum
-            them as they are. Those of other codecs are gathered, and each is decoded by itself.
-        unbiased: the mean over all seeds of what is decoded is the tensor itself.
-        dense: it has a code for each element, so that a sum of what is decoded can be encoded again. Codecs of your own
-            that do not say so count as others.
+        linear: encoded tensors of equal seed have the same elements in the same scale, so that an allreduce can sum
+            them. Those of other codecs are gathered and decoded separately.
+        unbiased: the decoded tensor equals the original in the mean over all seeds.
+        dense: it has a code for each element, so that a sum of decoded tensors can be encoded again. False for codecs
+            that do not define it.
         state_names: vectors that the sender keeps from one tensor to the next, zero at the start, each as long as the
             tensor. `encode` changes them.
     """
@@ -68,22 +68,22 @@ class Codec(Protocol):
             tensor: (elems,) float32, finite.
             into: (`encoded_bytes(elems)`,) uint8, overwritten. It begins at a multiple of 4 bytes.
             state: by name, (elems,) float32 each, changed.
-            seed: of the random numbers, where the codec needs some, in [0, 2^63).
+            seed: seed of the codec's random numbers, in [0, 2^63).
         """
         ...
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        """Overwrites `into`, (elems,) float32, with what `encode` has been given, or nearly that.
+        """Overwrites `into`, (elems,) float32, with the tensor that was encoded, or nearly that.
 
         Raises:
-            DataError: the bytes are none that `encode` makes. They may have come from anywhere. Whether numbers are
-                finite is left to the caller.
+            DataError: `encode` cannot have made these bytes, which come from the network. Whether numbers are finite
+                is left to the caller.
         """
         ...
 
 
 class BuiltIn:
-    """What most codecs of this package say of themselves; see `Codec`."""
+    """Defaults of most codecs of this package; see `Codec`."""
 
     __slots__ = ()
 
@@ -95,7 +95,7 @@ class BuiltIn:
 
 @runtime_checkable
 class SparseCodec(Protocol):
-    """What a codec has that sends few of the elements, so that nobody goes through the zeros between them."""
+    """A codec that sends few of the elements, so that readers can skip the zeros between them."""
 
     def entries(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What `decode` would write: places (n,) int64 in [0, elems), each once, and values (n,) float32.
@@ -109,20 +109,20 @@ class SparseCodec(Protocol):
 # ---- encoder -----------------------------------------------------------------------------
 
 WORD = torch.float32
-"""The dtype by which carriers know an encoded tensor: whole words of 4 bytes, which are no numbers."""
+"""The dtype of encoded tensors for carriers: opaque words of 4 bytes."""
 
 
 class Encoder:
-    """What one sender encodes, or one receiver decodes: a codec, its random numbers, and what it keeps.
+    """The encoder of one sender, or decoder of one receiver: a codec with its random numbers and state.
 
     Args:
         codec: the codec.
         dtype: dtype of the model.
-        seed: of the codec's random numbers, other for each sender.
-        state: what the codec keeps of a flat vector, by name.
+        seed: seed of the codec's random numbers, different for each sender.
+        state: the codec's state for a flat vector, by name.
 
     Raises:
-        ConfigError: codecs do not know the elements of the model.
+        ConfigError: codecs do not support the model's dtype.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Encoder:
         return -(-self.codec.encoded_bytes(elems) // WORD.itemsize)
 
     def kept(self, start: int, stop: int) -> list[Span]:
-        """What `encode` changes of the state for elements [start, stop) of the flat vector."""
+        """The state that `encode` changes for elements [start, stop) of the flat vector."""
         return [vector[start:stop] for vector in self._state.values()]
 
     def encode(
@@ -181,13 +181,13 @@ class Encoder:
         """Decodes words that have the right number. Does nothing where memory has no elements.
 
         Raises:
-            DataError: they are none that the codec makes.
+            DataError: the codec cannot have made them.
         """
         if not words.is_meta:
             self.codec.decode(self.coded(words, len(into)), into)
 
     def misfit(self, words: torch.Tensor | None, elems: int) -> str:
-        """Why words that have come are not those of this many elements; "" if they are."""
+        """Why received words do not encode this many elements; "" if they do."""
         expected = self.words(elems)
         if words is not None and (words.dtype, len(words)) == (WORD, expected):
             return ""
@@ -195,12 +195,12 @@ class Encoder:
 
 
 def got_words(words: torch.Tensor | None) -> str:
-    """What has come where encoded elements were expected, in words."""
+    """Describes what was received instead of encoded elements."""
     return "nothing" if words is None else f"{len(words)} words of {words.dtype}"
 
 
 def seed_of(*parts: object) -> int:
-    """A number in [0, 2^63) that depends on these parts alone, on all machines."""
+    """A number in [0, 2^63) that depends only on these parts, on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -213,7 +213,7 @@ TILE_ELEMS = 1 << 16
 
 
 def tiles(elems: int, block: int, bits: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Whole blocks, some at a time, and then what is left: elements, blocks, and bytes of their codes of `bits`."""
+    """Slices of elements, blocks, and bytes of codes of `bits`: some whole blocks at a time, and then the rest."""
     whole, size = elems // block * block, max(1, TILE_ELEMS // block) * block
     for start in [*range(0, whole, size), *([whole] if whole < elems else [])]:
         stop = min(start + size, whole) if start < whole else elems
@@ -230,7 +230,7 @@ def packed_bytes(elems: int, bits: int) -> int:
 
 
 def as_codes(numbers: torch.Tensor) -> torch.Tensor:
-    """Whole numbers from 0 to 127 as flat uint8. By way of int8: torch converts floats to that six times as fast."""
+    """Whole numbers from 0 to 127 as flat uint8, via int8, to which torch converts floats six times as fast."""
     return numbers.to(torch.int8).view(torch.uint8).view(-1)
 
 

@@ -115,9 +115,9 @@ NUMBERS = (1 / 3, -1 / 3, 1.0, -1.0)
 
 @dataclass(frozen=True, slots=True)
 class ChunkTopK(BuiltIn):
-    """Of each chunk the k numbers of largest absolute value, as the nearest of 0, ±m/3, ±m: m is the largest of them.
+    """The k numbers of largest absolute value m of each chunk, each rounded to the nearest of 0, ±m/3, ±m.
 
-    So no number is farther from what is sent for it than from 0, and where nothing is there, nothing is sent.
+    So no decoded number is farther from the original than 0 is, and zeros are not sent.
     A chunk takes 4 bytes for m, k/4 for codes, and what `Places` says: with the defaults one byte for each place. With
     `ErrorFeedback(..., decay=0.95)` around it, on outer gradients, it is SparseLoCo's way of sending.
 

@@ -1,4 +1,4 @@
-"""`ErrorFeedback`: what a codec leaves out of one tensor is added to the next."""
+"""`ErrorFeedback`: adds what a codec drops from one tensor to the next."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def _check_inner(name: str, codec: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback:
-    """Adds to each tensor what was dropped from those before, and keeps what is dropped from it.
+    """Adds to each tensor what was dropped from earlier ones, and keeps what is dropped from it.
 
     ::
 
         p = g + e;   send C(p);   e ← decay · (p - C(p))
 
-    With decay = 1, the sum of all that was sent and the present e is the sum of all g: nothing is lost, some comes
-    later. e is computed from what the receiver decodes, so that rounding on the way is in it. It dies with its worker.
+    With decay = 1, the sum of all that was sent and the current e is the sum of all g: nothing is lost, only delayed.
+    e is computed from what the receiver decodes, so it includes rounding. It is lost with its worker.
 
     Args:
         codec: C, which keeps no state of its own.
-        decay: share of the remainder that is kept, in [0, 1].
+        decay: share of the residual that is kept, in [0, 1].
 
     Raises:
         ConfigError: a codec with state, or another share.
@@ -57,7 +57,7 @@ class ErrorFeedback:
 
     linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
-    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL,)  # the remainder, e
+    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL,)  # e
 
     codec: Codec
     decay: float = 1.0
@@ -105,14 +105,14 @@ def sparse_part(codec: Codec) -> SparseCodec | None:
 
 @dataclass(frozen=True, slots=True)
 class EF21(BuiltIn):
-    """Sends what has changed in a gradient since the last one, as far as the codec goes.
+    """Sends the change of a gradient since the last one, within the codec's precision.
 
     ::
 
         send C(g - h);   h ← h + C(g - h);   receiver: the same h
 
-    Both sides keep h, and the receiver takes it for the gradient. Where the gradients of workers differ even at the
-    minimum, ErrorFeedback stays at a distance from it that grows with the rate; this does not.
+    Both sides keep h, which the receiver uses as the gradient. If the gradients of workers differ even at the minimum,
+    ErrorFeedback stays at a distance from it that grows with the learning rate; this does not.
 
     Args:
         codec: C, which keeps no state of its own.
@@ -145,7 +145,7 @@ class EF21(BuiltIn):
         estimate.add_(self.change(into, len(tensor)))
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds what has changed to `into`, the receiver's h of this sender."""
+        """Adds the change to `into`, the receiver's h of this sender."""
         into.add_(self.change(encoded, len(into)))
 
     def change(self, encoded: torch.Tensor, elems: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""`PowerSGD`: the gradient of each matrix as the product of two thin ones, of which sums are sums.
+"""`PowerSGD`: the gradient of each matrix as the product of two thin matrices, which can be summed.
 
     M = Σ_i M_i  (R, C):     P ← Σ_i M_i·Q;   P ← orthonormal(P);   Q ← Σ_i M_iᵀ·P;   M ≈ P·Qᵀ       P (R, r), Q (C, r)
 
-One step of the power method from the Q of the round before. Each worker multiplies its own part of the gradient, so two
-allreduces of thin matrices take the place of one of M: any algorithm of the group will do, and bytes do not grow with
-the number of workers as those of other codecs do.
+One step of the power method from the Q of the previous round. Each worker multiplies its own part of the gradient, so
+two allreduces of thin matrices replace one of M: any algorithm of the group can be used, and unlike with other codecs,
+the number of bytes does not grow with the number of workers.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MatrixPlace:
 class PowerSGD:
     """Low-rank gradients with error feedback, for workers that sum in a group.
 
-    Each worker adds to its part of a matrix what was dropped from those before: X_i = M_i + e_i. With P as above,
-    e_i ← X_i - P·(X_iᵀ·P)ᵀ: the sum of all that is left and of the P·Qᵀ of all rounds is the sum of all gradients.
+    Each worker adds to its part of a matrix what was dropped from earlier ones: X_i = M_i + e_i. With P as above,
+    e_i ← X_i - P·(X_iᵀ·P)ᵀ: the sum of all e_i and of the P·Qᵀ of all rounds is the sum of all gradients.
     Tensors of one dimension, and matrices that the two thin ones would not make smaller, are summed as they are.
 
     Args:

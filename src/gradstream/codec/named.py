@@ -1,4 +1,4 @@
-"""Codecs by name, as `codec="top-k"` finds them: what loses numbers has error feedback around it."""
+"""Codecs by name, as in `codec="top-k"`: lossy ones are wrapped in error feedback."""
 
 from __future__ import annotations
 

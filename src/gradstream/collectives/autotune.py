@@ -24,9 +24,9 @@ LARGEST_BYTES = 1 << 40
 
 RING = "ring"
 TIE = 0.02
-"""The ring is taken unless another algorithm is cheaper by more than this part. Its ranks talk to two neighbours
-alone, and hide the latency of all steps but the first behind pieces that are on their way. So it is the fastest
-for long vectors among algorithms that the formulas hardly tell apart."""
+"""The ring is chosen unless another algorithm is cheaper by more than this part. Its ranks talk to only two neighbours,
+and hide the latency of all steps but the first behind pieces in transit. So it is the fastest for long vectors among
+algorithms that the formulas hardly distinguish."""
 
 SHORT_ELEMS = 1
 FIRST_ELEMS = 1 << 14  # 64 KiB: short enough for any network
@@ -34,7 +34,7 @@ LONG_ELEMS = 1 << 18  # 1 MiB, or as many as take `PATIENCE_S`
 PATIENCE_S = 0.02
 TIMES = 8  # even: see `_typical`
 FAR_S = 5e-3
-"""Messages that take this long are measured less often: next to their way, what a processor does is nothing."""
+"""Messages that take this long are measured less often: processor time is negligible next to their transfer."""
 FAR_TIMES = 2
 FAR_LENGTH = 3.0
 """A message that takes less than this many times as long as a short one may have waited a round trip for TCP alone."""
@@ -126,7 +126,7 @@ async def measure(
     KiB and 1 MiB until one takes `FAR_LENGTH` times as long as a short one; or four of `long_elems`.
 
     Args:
-        communicator: its ranks have met. Messages take the way that operations take.
+        communicator: connected ranks. Messages use the same connections as operations.
         long_elems: float32 elements of a long message; None takes a megabyte, or less on a slow network.
         piece_elems: elements that go at once; None sends the whole message.
 

@@ -196,7 +196,7 @@ class Communicator:
         """Names of all ranks, by rank."""
         return self.members.names
 
-    # ---- meeting ------------------------------------------------------------------------
+    # ---- connecting ---------------------------------------------------------------------
 
     async def meet(self) -> None:
         """Returns once there is a stream with every other rank.
@@ -207,7 +207,7 @@ class Communicator:
         """
         self._endpoint.serve("exchange", self._rendezvous.accept)
         self._endpoint.serve("broken", self._receive_loss)
-        # Ranks that have met already hear from this one while it still waits for others.
+        # Connected ranks hear from this one while it still waits for others.
         self._heartbeat = self.runtime.spawn(self._keep_alive(), name=f"{self._me}/group: signs of life")
         try:
             await self.guarded(self._rendezvous.meet())
@@ -337,7 +337,7 @@ class Communicator:
         raise self._error()
 
     def abandon(self, error: PeerLostError) -> None:
-        """Breaks the group: somebody else has found out that `error.peer` is gone."""
+        """Breaks the group because another component has detected that `error.peer` is lost."""
         self._break(LostRank.of(error.peer, error))
 
     def _error(self) -> GradstreamError:

@@ -1,3 +1,3 @@
-"""The sharded parameter server: chunk map, aggregation rules, the shard's side and the worker's side."""
+"""The sharded parameter server: aggregation rules, the shards, and the workers' clients."""
 
 __all__ = ()

@@ -1,14 +1,13 @@
-"""The `AggregationRule`: it decides which pushes make an update of a chunk, and with which weights.
+"""`AggregationRule`: decides which pushes make an update of a chunk, and with which weights.
 
-A rule is the server half of a strategy, and it is pure: from a chunk's version and the pushes that wait for the
-chunk it chooses those of the next update, their order and their weights. The shard does the arithmetic, the waiting
-and the messages.
+A rule is the server half of a strategy, and it is pure: given a chunk's version and its waiting pushes, it chooses the
+pushes of the next update, their order and their weights. The shard does the arithmetic, waiting and messages.
 
 By default the shard applies an update as soon as it is due. Under a rule that overrides `completes`, the shard adds
-pushes to a sum as they come. It acknowledges each push once it is in the sum, so the sender need not keep it; the
+pushes to a sum as they arrive. It acknowledges each push once the sum contains it, so the sender need not keep it; the
 chunk's version increases when the shard applies the sum.
 
-A rule that waits for every worker overrides `among`: the shard knows which workers take part.
+A rule that waits for every worker overrides `among`, by which the shard tells it which workers take part.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class PushHeader:
         clock: clock of the worker once this push is applied; 0 if workers have none (see `passes.py`).
         loss: mean loss over the samples; NaN if unknown.
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
-        redone: whether another worker pushes for this one, which is lost. It belongs to no clock.
+        redone: whether another worker pushes in the name of this lost worker. It belongs to no clock.
         length: Euclidean length of the elements; infinite if unknown.
         portion: number of the portion of a pass (`round`) that the push contains; 0 if there are no passes.
     """
@@ -120,7 +119,7 @@ class AggregationRule(ABC):
 
     @property
     def clocked(self) -> bool:
-        """Whether workers have clocks: they count updates (`advance_clock`), or updates wait for those that take part.
+        """Whether workers have clocks: they count updates (`advance_clock`), or updates wait for participating workers.
 
         Shards refuse clocks, and requests to take part or not, under any other rule.
         """
@@ -130,7 +129,7 @@ class AggregationRule(ABC):
     def by_round(self) -> bool:
         """Whether a chunk's version is the number of its round.
 
-        Then a command that changes parameters does not change the version. Else it counts as an update.
+        Then a command that changes parameters does not change the version. Otherwise it counts as an update.
         """
         return False
 
@@ -138,20 +137,20 @@ class AggregationRule(ABC):
     def paced(self) -> bool:
         """Whether the shard reads the pushes of a round side by side; see `push_handler.py`.
 
-        True only where each update needs a push of every worker.
+        True only if each update needs a push of every worker.
         """
         return False
 
     @property
     def robust(self) -> RobustRule | None:
-        """How contributions become an update where that is no weighted sum; `weights` then scales each of them.
+        """How contributions are combined if not by a weighted sum; `weights` then scales each of them.
 
         With a `WholeRule` the strategy has a quorum of all workers.
         """
         return None
 
     def drops(self, version: int, new: PushHeader) -> bool:
-        """Whether the shard drops a push, because it comes too late. The worker is told; that is no error."""
+        """Whether the shard drops a push that comes too late. The worker is told; it is not an error."""
         return False
 
     @abstractmethod
@@ -160,7 +159,7 @@ class AggregationRule(ABC):
 
     @abstractmethod
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """The weight of each push in the sum Σ weight·elements, which the optimizer gets.
+        """The weight of each push in the sum Σ weight·elements that the optimizer gets.
 
         Args:
             version: version of the chunk before this update. The staleness of a push is this minus its
@@ -169,7 +168,7 @@ class AggregationRule(ABC):
         """
 
     def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """Whether the shard applies the chunk's sum once these pushes are in it; else it waits for more pushes.
+        """Whether the shard applies the chunk's sum once it contains these pushes, instead of waiting for more.
 
         Args:
             version: version of the chunk, as for `weights`.
@@ -183,7 +182,7 @@ class AggregationRule(ABC):
         return ()
 
     def among(self, present: frozenset[int]) -> AggregationRule:
-        """The same rule for workers of these ranks: the others are lost, or have nothing to do."""
+        """The same rule for workers of these ranks, when others are lost or have nothing to do."""
         return self
 
 
@@ -202,7 +201,7 @@ class EveryPush(AggregationRule):
 
 @dataclass(frozen=True, slots=True)
 class EveryN(EveryPush):
-    """Sums pushes as they come, and makes every `count` of them an update.
+    """Sums pushes as they arrive, and makes every `count` of them an update.
 
     Args:
         count: number of pushes to an update, at least 1; 1 is `EveryPush`.

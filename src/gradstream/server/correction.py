@@ -1,13 +1,13 @@
-"""Corrects a gradient before a shard uses it, with vectors that the shard keeps for each sender.
+"""Corrects a gradient before a shard applies it, with vectors that the shard keeps for each sender.
 
-A strategy asks for a correction by `Strategy.correction()`. The shard computes it, chunk by chunk, on its arithmetic
-thread. Delay compensation is one: a gradient was computed on older parameters than it will be applied to, and the
-correction estimates the gradient at the present ones. So the shard needs a copy of the older parameters.
+A strategy requests a correction by `ServerStrategy.correction()`. The shard computes it, chunk by chunk, on its
+arithmetic thread. One example is delay compensation: a gradient was computed on older parameters, and the correction
+estimates the gradient at the current ones, so the shard needs a copy of the older parameters.
 
-The base version of a push names that copy. The sender may have read a later version since: it fetches while it
-computes, or asks again for a lost answer, or the network delivers a fetch twice. So the shard keeps a copy of each
-version until it has received as many gradients of that version as the sender has read copies of it, or a gradient
-of a later version.
+The base version of a push identifies that copy. The sender may have read a later version since, because it fetches
+while it computes, repeats a fetch whose answer was lost, or the network delivers a fetch twice. So the shard keeps a
+copy of each version until it has received as many gradients of that version as the sender has read copies of it, or a
+gradient of a later version.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class SenderStates:
     def place(self, sender: str, chunk: int, version: int, fetch: tuple[int, int]) -> Span | None:
         """Memory for a copy of a chunk that a sender reads; None if the shard has a copy of this version.
 
-        Where a fetch tries again, what it read before was lost on its way, and that copy is not needed. A message that
-        comes twice reads nothing: nobody hears the answer.
+        If a fetch is retried, the answer to the earlier attempt was lost, and that copy is not needed. A duplicate
+        message reads nothing, since nobody receives its answer.
 
         Args:
-            sender, chunk: who reads what.
+            sender, chunk: the reader and the chunk.
             version: version of the chunk.
             fetch: number of the sender's fetch, and of the attempt.
         """

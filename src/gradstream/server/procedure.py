@@ -30,7 +30,7 @@ ACCEPTED = "x"
 """The vector with the last iterate that the method has accepted. The parameters may be those of a trial meanwhile."""
 
 State = dict[str, Any]
-"""Where a procedure is between two iterations: values that JSON can hold. `done` says why it has ended; "" before."""
+"""State of a procedure between two iterations, as JSON values. `done` says why it has ended; "" before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Procedure(Protocol):
 
 
 class Execution:
-    """A procedure between two rounds: it can be written down at each, and read again.
+    """A procedure between two rounds, where it can be saved and restored.
 
     Args:
         procedure: the method.
@@ -154,7 +154,7 @@ class Execution:
             self.round = next(self._steps)
 
     def answer(self, reply: Reply) -> None:
-        """Takes the reply to `round`, and moves on to the next one, of the same iteration or another."""
+        """Takes the reply to `round`, and moves on to the next round, of the same iteration or another."""
         self.replies.append(reply)
         try:
             self.round = self._steps.send(reply)
@@ -168,7 +168,7 @@ class Execution:
 
     @property
     def record(self) -> list[Any]:
-        """State and replies, as JSON can hold them."""
+        """State and replies, as JSON values."""
         return [self.state, [[list(reply.scalars), reply.loss, reply.samples] for reply in self.replies]]
 
     @classmethod
@@ -218,7 +218,7 @@ def combine(out: str, terms: Sequence[tuple[float, str]]) -> list[v1.Command]:
 def swap_accepted(vectors: dict[str, Any]) -> None:
     """Swaps the parameters "" and `ACCEPTED`, by name: a checkpoint has the accepted iterate as its parameters.
 
-    So what begins with these parameters, another phase for one, does not begin with a trial.
+    So a later phase that begins with these parameters does not begin with a trial.
     """
     vectors[""], vectors[ACCEPTED] = vectors[ACCEPTED], vectors[""]
 
@@ -226,9 +226,9 @@ def swap_accepted(vectors: dict[str, Any]) -> None:
 # ---- arithmetic --------------------------------------------------------------------------
 # The arithmetic of commands on tensors: on a chunk of a shard, or on the whole vectors of a worker in a group.
 #
-# Results have the same bits on any processor. Workers of a group compute them each for itself, and must agree on
-# every comparison of a line search. So products and sums are rounded one by one, never fused, and a dot product is
-# summed in an order that no width of a vector register decides.
+# Results have the same bits on any processor: workers of a group compute them separately, and must agree on every
+# comparison of a line search. So products and sums are rounded individually, never fused, and the order in which a dot
+# product is summed does not depend on the width of vector registers.
 
 BLOCK = 1 << 16
 """Elements that are computed at once: copies of this many stay in the processor's cache."""
@@ -257,7 +257,7 @@ def names_of(commands: Sequence[v1.Command]) -> list[str]:
 
 
 def dots_of(commands: Sequence[v1.Command]) -> int:
-    """Number of scalars that commands give."""
+    """Number of scalars that commands return."""
     return sum(command.kind == v1.Command.DOT for command in commands)
 
 

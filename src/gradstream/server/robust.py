@@ -12,8 +12,8 @@
 The first two look at one chunk at a time. The others need distances over the whole gradient: each shard adds up those
 of its chunks, the first shard adds up those of the shards, and all take the same weights (`shard/agreement.py`).
 
-Each contribution counts alike, whatever its number of samples, as a mean over them. A worker that contributes nothing
-in a round makes n smaller, and f no larger than that n allows.
+Each contribution is a mean over its samples, and counts equally whatever their number. A worker that contributes
+nothing in a round reduces n, and f is at most what n allows.
 
 References: Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning", ICML 2018 (median, trimmed
 mean); Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine learning with adversaries", NIPS 2017 (Krum, multi-Krum);
@@ -46,7 +46,7 @@ class RobustRule:
 
 
 class CoordinateRule(RobustRule, ABC):
-    """A rule for each coordinate on its own."""
+    """A rule that looks at each coordinate separately."""
 
     @abstractmethod
     def of_sorted(self, values: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class WholeRule(RobustRule, ABC):
 
     @abstractmethod
     def weights(self, from_centre: Sequence[float], between: Sequence[Sequence[float]]) -> list[float]:
-        """The weight of each contribution; the centre has what is missing to 1, or none if it is 0.
+        """The weight of each contribution. The centre gets the rest to 1, or none if it is 0.
 
         Args:
             from_centre: |g_i - v|² of each contribution.
@@ -152,7 +152,7 @@ class Krum(WholeRule):
 
 @dataclass(frozen=True, slots=True)
 class ClippedMean(WholeRule):
-    """The mean of the contributions, each no longer than τ: a cap at the server, whatever its sender says.
+    """The mean of the contributions, each clipped on the server to a norm of at most τ.
 
     Args:
         radius: τ.
@@ -183,8 +183,8 @@ def _too_many(name: str, faulty: int, num_workers: int, expected: str) -> Config
 
 # ---- distances ---------------------------------------------------------------------------
 # Squared distances between the contributions of a round, over the chunks of a shard: those of all shards add up to the
-# whole. A table has one row and column for the centre, then one for each worker by rank. Where a worker has skipped a
-# chunk, its row is NaN, and so it is in the sum over the shards: all of them leave the worker out of the round alike.
+# whole. A table has one row and column for the centre, then one for each worker by rank. If a worker has not sent a
+# chunk, its row is NaN, and so it is in the sum over the shards: all of them exclude the worker from the round.
 
 
 def add_distances(

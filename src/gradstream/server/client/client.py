@@ -1,8 +1,8 @@
 """The worker's side of the parameter server.
 
-Operations of a worker on one chunk take effect in the order of the calls: a fetch sees the worker's earlier pushes,
-and a push of a chunk waits until the previous fetch has landed. Different chunks and different shards are
-independent, so both directions of the network are busy at once.
+A worker's operations on a chunk take effect in the order of the calls: a fetch sees the worker's earlier pushes, and a
+push of a chunk waits until the previous fetch of it has arrived. Different chunks and shards are independent, so both
+directions of the network are busy at once.
 
 The client retries every exchange until `Deadlines.retry_s` have passed without progress. A push keeps its sequence
 number, so each shard applies it once, however many attempts arrive.
@@ -31,18 +31,18 @@ class ServerClient:
 
     Args:
         links: links to the shards.
-        back_buffer: vector that the first fetch lands in.
-        rows: the rows of every chunk, where workers exchange changed rows; None if they exchange whole chunks.
-        encoder: encodes what is pushed in turn; None pushes it as it is. Initial parameters, pushes in the name of a
-            lost worker, and state of the update rule are pushed as they are in any case.
+        back_buffer: vector for the first fetch.
+        rows: the rows of every chunk, if workers exchange changed rows; None if they exchange whole chunks.
+        encoder: encodes regular pushes; None encodes nothing. Initial parameters, pushes in the name of a lost worker,
+            and state of the update rule are never encoded.
         fetch_codec: decodes the parameters of `fetch_soon`, which the shards encode; None if they do not.
 
     Attributes:
         known: by chunk, the version of the replica's parameters; -1 for none. With `rows`, a fetch is a
             `SparseDelta` against these.
-        back_buffer: vector that the next fetch lands in; None until the last fetch was swapped in.
+        back_buffer: vector for the next fetch; None until the last fetch is swapped in.
         clock: clock of this worker.
-        settled: the pushes whose receipts the coordinator has; None if nobody redoes those of a lost worker.
+        settled: the pushes whose receipts the coordinator has; None if no worker redoes those of a lost worker.
         traffic, claims: see `ShardLinks`.
     """
 
@@ -79,7 +79,7 @@ class ServerClient:
         """Starts a push, once the previous push is done.
 
         Args:
-            update: the update; an update of no gradients is done at once, and nothing is sent but a clock.
+            update: the update; without gradients it is done at once, and at most a clock is sent.
             advance_clock: whether the push advances this worker's clock by one.
 
         Raises:
@@ -113,13 +113,13 @@ class ServerClient:
         self._pushing.add_done_callback(self._push_ended)
 
     def _push_ended(self, pushing: asyncio.Task[None]) -> None:
-        """Ends a fetch with the error of a push: shards would have it wait for what does not come."""
+        """Ends a fetch with the error of a push: on the shards, it would wait for that push in vain."""
         failure = None if pushing.cancelled() else pushing.exception()
         if failure is not None and self._last_fetch is not None:
             self._last_fetch.fail(failure)
 
     async def push_beside(self, update: Update) -> None:
-        """Pushes an update in no order with other operations. Returns once every shard has acknowledged it."""
+        """Pushes an update independently of other operations. Returns once every shard has acknowledged it."""
         self._sequence += 1
         await PendingPushRequest(self._links, update, self._sequence, None, None).run()
 
@@ -129,7 +129,7 @@ class ServerClient:
         Raises:
             GradstreamError: the error of that push.
         """
-        # The task of this call, and not of the time when the caller awaits the result.
+        # Takes the task now, not when the caller awaits the result.
         return self._settled(self._pushing)
 
     @staticmethod
@@ -156,7 +156,7 @@ class ServerClient:
             min_version: smallest version that the shards may send.
             own: whether all earlier pushes of this worker must be applied, or be in the server's sum; else the
                 fetch may overtake them.
-            flush: whether the server applies its sums first, though no update is due, and sends exact parameters.
+            flush: whether the server first applies its sums, even if no update is due, and sends exact parameters.
             min_clock: the parameters must include this number of updates of every worker.
             vector: name of a state vector of the update rule to fetch; "" for the parameters.
             chunks: numbers of the chunks to fetch; None for all. The others stay as they are in the back buffer.
@@ -195,9 +195,9 @@ class ServerClient:
         return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
     async def fetch_into(self, vector: Vector, name: str = "") -> Sequence[int]:
-        """Fetches all parameters as they are now, in no order with the operations above. Returns their versions.
+        """Fetches the current parameters (or a named state vector), independently of other operations.
 
-        Or, by its name, a state vector of the shards.
+        Returns their versions.
 
         Push no gradients that were computed on them: a shard with a correction keeps no copy for this fetch.
         """
@@ -236,7 +236,7 @@ class ServerClient:
         return v1.CommandResult(clock=clock, chunks=chunks, note=note, by=by)
 
     async def step(self, step: v1.Procedure, commands: Sequence[v1.Command]) -> StepResult:
-        """Has every chunk carry out a step of a procedure, unless it has got so far already.
+        """Makes every chunk carry out a step of a procedure, unless it has done so already.
 
         Args:
             step: its number, its note, and the pass that begins after it.
@@ -246,7 +246,7 @@ class ServerClient:
         return StepResult.of(step.number, await self.command(command))
 
     async def pause(self) -> None:
-        """Stops the shards from waiting for this worker's clock: the worker has nothing to do. Call `flush` before."""
+        """Stops the shards from waiting for this worker's clock while it has nothing to do. Call `flush` before."""
         await self.command(v1.Command(kind=v1.Command.LEAVE))
 
     async def resume(self) -> None:
@@ -260,7 +260,7 @@ class ServerClient:
     async def redo(self, update: Update, behalf: v1.Behalf, sequence: int) -> None:
         """Pushes in the name of a lost worker, beside this client's own pushes, until every chunk has the push.
 
-        Chunks that had it already leave it out.
+        Chunks that have it already ignore it.
 
         Raises:
             The error of `ShardLinks.retrying`: some chunks may lack it.
@@ -269,14 +269,14 @@ class ServerClient:
         await PendingPushRequest(self._links, update, sequence, None).run()
 
     async def assign(self, vector: Vector) -> None:
-        """Pushes initial parameters, version 0 of every chunk that has none yet; other chunks keep theirs."""
+        """Pushes initial parameters, as version 0 of every chunk that has none; other chunks keep theirs."""
         zero = [0] * self.chunks.num_chunks
         await self.push_soon(Update(vector, samples=0, lr=0.0, base_version=zero, assign=True))
         await self.flush()
 
 
 def _latest_note(results: Sequence[v1.CommandResult]) -> tuple[bytes, str]:
-    """The note of the latest step of a procedure, of all shards, and who has brought it."""
+    """The note of the latest step of a procedure on any shard, and the worker that has sent it."""
     steps = [(max((chunk.number for chunk in result.chunks), default=0), result) for result in results]
     _, latest = max(steps, key=lambda step: step[0], default=(0, v1.CommandResult()))
     return latest.note, latest.by

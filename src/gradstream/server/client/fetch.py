@@ -1,4 +1,4 @@
-"""A fetch in progress: chunks land as they come; the client asks again for the chunks that are missing."""
+"""A fetch: chunks are stored as they arrive, and the client asks again for missing chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Arrival:
     """A fetch in progress.
 
     Args:
-        vector: the chunks land in it. It is lent for writing until the fetch is done.
+        vector: memory for the chunks, lent for writing until the fetch is done.
         num_chunks: number of chunks of the vector.
         chunks: the chunks that are fetched; None for all.
         encoder: decodes the chunks; None if they come as they are.
@@ -71,7 +71,7 @@ class Arrival:
             raise
 
     def fail(self, failure: BaseException) -> None:
-        """Ends the fetch with this error, unless it is over: what it waits for cannot come any more."""
+        """Ends the fetch with this error, unless it is over: what it waits for can no longer arrive."""
         if self.task is not None and not self.task.done():
             self._failure = failure
             self.task.cancel()
@@ -85,7 +85,7 @@ class Arrival:
         return None
 
     def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
-        """Memory for the payload of a chunk that is about to arrive; None has the carrier allocate it."""
+        """Memory for the payload of an arriving chunk; None makes the carrier allocate it."""
         return None if self._encoder is not None else self.vector.tensor[start:stop]
 
     def take(
@@ -114,7 +114,7 @@ class Arrival:
         self.land(header.index, header.version, header.clock)
 
     def _decode(self, peer: str, header: v1.Chunk, payload: torch.Tensor | None, target: torch.Tensor) -> int:
-        """Decodes a chunk into its place, and returns the bytes that have come."""
+        """Decodes a chunk into its place, and returns the number of bytes received."""
         encoder = self._encoder
         if encoder is None or not header.flags & CODED:
             what = "elements" if encoder is not None else "words of a codec"
@@ -143,7 +143,7 @@ class Arrival:
                 future.set_result(None)
 
     async def landed(self, chunk: int) -> None:
-        """Returns once a chunk has landed, or the fetch is over."""
+        """Waits until a chunk has landed, or the fetch is over."""
         if self.versions[chunk] < 0 and self.task is not None and not self.task.done():
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.setdefault(chunk, []).append(future)

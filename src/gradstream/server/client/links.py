@@ -25,7 +25,7 @@ T = TypeVar("T")
 class ShardLinks:
     """Reaches all shards that have chunks, retries exchanges with them, and counts the traffic.
 
-    Where others take the place of these, an exchange in progress continues there with the chunks that are left.
+    If other shards replace them, an exchange in progress continues there with the remaining chunks.
 
     Args:
         runtime: runtime of the client's node.
@@ -69,7 +69,7 @@ class ShardLinks:
             self.traffic.links.setdefault(name, LinkTraffic())
 
     def move(self, placement: Placement) -> None:
-        """Turns to the shards that hold the parameters now."""
+        """Switches to the shards that hold the parameters now."""
         if placement != self._placement:
             moved = self._moved
             self._place(placement)
@@ -163,7 +163,7 @@ class ShardLinks:
     # ---- accounts -----------------------------------------------------------------------
 
     def heard(self, peer: str, opened_ns: int) -> None:
-        """Notes that a shard has answered now a stream that was opened at `opened_ns`."""
+        """Notes that a shard has just answered a stream opened at `opened_ns`."""
         self.claims.note(Kind.SHARD, peer, opened_ns, self.runtime.now())
 
     def claim(self, answer: v1.Chunk | v1.PushResult, opened_ns: int) -> None:

@@ -1,4 +1,4 @@
-"""A push: chunks leave as soon as they are ready; the client sends a chunk again until its shard answers."""
+"""A push: chunks are sent as soon as they are ready, and resent until their shard answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradstream.wire.frames import ABSENT, CODED, to_wire
 
 @dataclass(frozen=True, slots=True)
 class UpdatePiece:
-    """The part of a chunk that a push contains, where it does not contain whole chunks.
+    """The part of a chunk that a push contains, if it does not contain whole chunks.
 
     Args:
         num_rows: number of rows; 0 for the whole chunk.
@@ -43,8 +43,8 @@ class Update:
     """One push of a worker, to all shards.
 
     Args:
-        vector: the elements; nobody may write them until the push is done. None pushes no elements: the server of
-            a synchronous round must be told of that.
+        vector: the elements, which must not change until the push is done. None pushes no elements, to tell the
+            server of a synchronous round that there are none.
         samples: number of training samples that the gradients were computed on. This, `lr` and `vector` may be set
             until the first elements are `ready`.
         lr: learning rate to apply the update with.
@@ -54,20 +54,20 @@ class Update:
         ready: number of elements that are final so far; chunks leave as it grows. None: all elements are final.
         on_done: called once all shards have acknowledged the push.
         assign: whether the vector has initial parameters.
-        late: whether a shard has dropped the push, since it came after the update it was meant for; no error.
+        late: whether a shard has dropped the push because it came after the update it was meant for; not an error.
         loss: mean loss over the samples, for rules that weigh by it; NaN if unknown.
         target: vector that the shards change: "" for the parameters, else a state vector of the update rule.
         sequence: number of the push, once it has begun.
         refs: minibatches that the gradients were computed on.
-        names: the same as shards keep them in case this worker dies; none where nobody would redo the push.
+        names: the same in the form that shards keep in case this worker dies; none if nobody would redo the push.
         settled: number of the last push whose receipts the coordinator has.
         behalf: the lost worker in whose name this one pushes; None for an own push.
         stands_for: rank of a lost worker, whose part of a round the update is; None for the worker's own.
         clock: clock of this worker once the update is applied; 0 if workers have none. `push_soon` sets it.
         chunks: the chunks that are pushed; None for all. The server applies nothing to the others.
-        pieces: makes the parts to push, by chunk; a chunk skipped is not pushed. None pushes all of `vector`.
-        sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
-            it left; chunks behind them are pushed as absent. None: all of them.
+        pieces: makes the parts to push, by chunk; a missing chunk is not pushed. None pushes all of `vector`.
+        sound: number of leading elements that are pushed if the gradient turned out not to be finite while it was being
+            sent; later chunks are pushed as absent. None: all of them.
         portion: number of the portion of a pass (`round`) that the vector has; 0 if there are no passes.
         prompt: whether `pieces` depends on the current parameters, and so must run before the worker continues.
     """
@@ -104,11 +104,11 @@ class Update:
 class PushCodec:
     """Encodes each chunk of a push once, however often it is sent.
 
-    Pushes come one after the other, so one vector is enough for what is sent.
+    Pushes follow one another, so a single vector is enough for the encoded elements.
 
     Args:
         runtime: runtime of the worker's node.
-        encoder: encodes in turn what this worker pushes.
+        encoder: encodes this worker's pushes in order.
         chunks: the chunk map.
     """
 
@@ -128,9 +128,9 @@ class PushCodec:
         self._encoded.clear()
 
     async def encode(self, update: Update, chunk: int) -> Span:
-        """What is sent for a chunk of the present push, whose elements are final."""
+        """The encoded chunk of the current push, whose elements are final."""
         sent, vector = self._sent[self._places[chunk] : self._places[chunk + 1]], update.vector
-        if chunk in self._encoded:  # a shard gets it again
+        if chunk in self._encoded:  # it is sent again
             return sent
         assert vector is not None
         start, stop = self._bounds[chunk]
@@ -138,7 +138,7 @@ class PushCodec:
 
         def encode(_: object) -> None:
             self._encoder.encode(part.tensor, sent.tensor, start=start, number=number, part=chunk)
-            self._encoded.add(chunk)  # here: who waits for this may be cancelled meanwhile
+            self._encoded.add(chunk)  # here, since the task that waits for this may be cancelled meanwhile
 
         await self._runtime.compute(
             encode,
@@ -164,7 +164,7 @@ class PendingPushRequest:
         before: each chunk leaves after it has landed in this fetch; None for no such fetch.
         pieces: by chunk, the parts to push, where they were made already; else `update.pieces` makes them.
         codec: encodes each chunk; None sends chunks as they are.
-        lent: what carriers read of the vector.
+        lent: the parts of the vector that carriers read.
     """
 
     links: ShardLinks
@@ -270,7 +270,7 @@ class _ToShard:
         if not self.left:
             return  # the last result came just before the stream broke
         await self.push.ready(next(iter(self.left)))
-        # Made only now: a user's own loop tells the number of samples when the gradient is there.
+        # Made only now, since a user's loop reports the number of samples together with the gradient.
         request = self.push.request()
         opened_ns = self._links.runtime.now()
         stream = await self._links.endpoint.open(self.name, "push", request)
@@ -294,7 +294,7 @@ class _ToShard:
         sent.advance(len(chunks))
 
     async def _send(self, stream: Stream, chunk: int) -> bool:
-        """Sends a chunk, or a header that says it is absent. Returns False if it sends nothing: absent, too."""
+        """Sends a chunk, or a header that marks it as absent. Returns False if nothing needs to be sent."""
         update, pieces = self.push.update, self.push.pieces
         start, stop = self._links.chunks.bounds(chunk)
         header = v1.Chunk(
@@ -358,7 +358,7 @@ class _ToShard:
 
 
 class SettledPushes:
-    """Writes into each push which earlier pushes are settled: the coordinator has the receipts of their minibatches.
+    """Writes into each push up to which push the coordinator has the receipts of all minibatches.
 
     Args:
         num_receipts: returns the number of receipts that this worker has reported.

@@ -1,4 +1,4 @@
-"""Decisions that all shards take alike: each says what it knows of a number, and the first shard decides for all.
+"""Decisions shared by all shards: each reports what it knows of a round or update, and the first shard decides.
 
     other shard ── what it says ──▶ first shard        first shard ── decision ──▶ all others
 
