@@ -35,7 +35,7 @@ class Notes:
 
 def noted(patch: pytest.MonkeyPatch) -> Notes:
     """Notes what all workers of later runs give and have."""
-    notes, meet, go_on_from = Notes(), PeerReplica.meet, PeerReplica.go_on_from
+    notes, meet, go_on_from = Notes(), PeerReplica.exchange_with, PeerReplica.go_on_from
     pass_on = PeerReplica.pass_on
 
     async def meeting(self: PeerReplica, partner: int | None, given: Sequence[Vector]) -> Any:
@@ -51,7 +51,7 @@ def noted(patch: pytest.MonkeyPatch) -> Notes:
         notes.own.setdefault(self.version, {})[self.rank] = vector.tensor.numpy().copy()
         go_on_from(self, vector)
 
-    patch.setattr(PeerReplica, "meet", meeting)
+    patch.setattr(PeerReplica, "exchange_with", meeting)
     patch.setattr(PeerReplica, "pass_on", passing)
     patch.setattr(PeerReplica, "go_on_from", going_on)
     return notes

@@ -79,7 +79,7 @@ def test_it_is_the_papers(workers: int, every: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_comparison_sees_a_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noloco, "to_way", lambda slow, own: own.sub_(slow))
+    monkeypatch.setattr(noloco, "to_delta", lambda slow, own: own.sub_(slow))
     assert distance_from_the_paper(4, 3, monkeypatch) > 1e-3
 
 

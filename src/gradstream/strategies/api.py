@@ -4,9 +4,9 @@
          ▲                               │
          └──────────── Worker ◀──────────┘
 
-There is one worker for each way of exchange: `ServerWorker`, `GroupWorker`, `PeerWorker`, `SharedMemoryWorker`. None
-has a socket or a file. `gradstream.worker` implements them, and `gradstream.coordinator` implements `Participation`;
-your own strategy needs no more than these protocols.
+Each topology has its worker: `ServerWorker`, `GroupWorker`, `PeerWorker`, `SharedMemoryWorker`. None has a socket or a
+file. `gradstream.worker` implements them, and `gradstream.coordinator` implements `Participation`; your own strategy
+needs only these protocols.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from gradstream.memory import Vector
 from gradstream.model.base import Reduction
 
-if TYPE_CHECKING:  # runs without servers import nothing of them
+if TYPE_CHECKING:  # runs without servers do not import them
     from gradstream.server.client.fetch import Arrival
     from gradstream.server.client.push import Update
     from gradstream.server.procedure import StepResult
@@ -28,13 +28,13 @@ Bucket = tuple[int, int]
 
 
 class Minibatch(Protocol):
-    """Samples that this worker goes through in one step."""
+    """The samples of one step of this worker."""
 
     @property
     def num_samples(self) -> int:
         """Number of samples; may be 0 in a round.
 
-        In a user's own training loop it is -1 until the gradient is done.
+        In a user's training loop it is -1 until the gradient is done.
         """
         ...
 
@@ -89,7 +89,7 @@ class Server(Protocol):
         ...
 
     async def push_soon(self, update: Update, *, advance_clock: bool = False) -> None:
-        """Starts a push once the one before it is done; raises the error of the one before.
+        """Starts a push once the previous one is done; raises the error of the previous one.
 
         Args:
             update: gradients or parameters to push.
@@ -98,7 +98,7 @@ class Server(Protocol):
         ...
 
     async def step(self, step: v1.Procedure, commands: Sequence[v1.Command]) -> StepResult:
-        """Has every chunk carry out a step of a procedure once, whichever worker sends it; see `strategies.batch`."""
+        """Makes every chunk carry out a step of a procedure once, whichever worker sends it; see `strategies.batch`."""
         ...
 
     async def flush(self) -> None:
@@ -106,28 +106,30 @@ class Server(Protocol):
         ...
 
     async def pause(self) -> None:
-        """From now on no update waits for this worker, until it calls `resume`. Its pushes must be flushed.
+        """Stops updates from waiting for this worker, until it calls `resume`. Its pushes must be flushed.
 
         For rules that wait for workers (`AggregationRule.among`). `batches(waited_for=True)` calls both methods.
         """
         ...
 
     async def resume(self) -> None:
-        """From the next update on, updates wait for this worker again."""
+        """Makes updates wait for this worker again, from the next one on."""
         ...
 
 
 class Peers(Protocol):
-    """The workers of a run without servers, as one of them sees them; see `gradstream.worker.group.replica`.
+    """The group of workers of a run without servers, as a worker sees it; see `gradstream.worker.group.replica`.
 
     All of them call the same methods in the same order.
     """
 
-    note: bytes  # what a strategy keeps from round to round besides vectors, the same on all workers; b"" at first
+    note: (
+        bytes  # the strategy's state besides vectors, kept between rounds, equal on all workers; b"" at first
+    )
 
     @property
     def sharded(self) -> bool:
-        """Whether each worker updates its own slices alone: as the strategy says, or as the group decides."""
+        """Whether each worker updates only its own slices: as the strategy says, or as the group decides."""
         ...
 
     @property
@@ -149,7 +151,7 @@ class Peers(Protocol):
         ...
 
     async def reduce_scatter(self, gradient: Gradient, bucket: Bucket, weight: float) -> None:
-        """Like `allreduce`, but each worker gets its own slice of the sum alone."""
+        """Like `allreduce`, but each worker gets only its own slice of the sum."""
         ...
 
     async def update(self, gradient: Gradient) -> None:
@@ -160,21 +162,21 @@ class Peers(Protocol):
         ...
 
     async def all_gather(self) -> None:
-        """Sends every worker's slices of the parameters to all workers; afterwards each has all parameters."""
+        """Sends every worker's slices of the parameters to all workers, so that each has all parameters."""
         ...
 
     async def total_loss(self, gradient: Gradient) -> float:
         """Sum of the losses of all samples in this round; infinite where a loss or a gradient is not finite.
 
-        Waits for the workers. Call it before `update`, and put what comes of it into `note` after `update`: checkpoints
-        and workers that join between two rounds then have both of the same round.
+        Waits for the workers. Call it before `update`, and store its effect in `note` after `update`, so that
+        checkpoints, and workers that join between two rounds, have both from the same round.
         """
         ...
 
     async def command(self, commands: Sequence[v1.Command]) -> Sequence[float]:
-        """Carries out commands on this worker's vectors: "" has the parameters, others the update rule's state.
+        """Carries out commands on this worker's vectors: "" is the parameters, other names are the update rule's state.
 
-        All workers give the same commands between the same two rounds. Not with `sharded`.
+        All workers issue the same commands between the same two rounds. Not with `sharded`.
 
         Returns:
             The dot products, in order.
@@ -182,15 +184,15 @@ class Peers(Protocol):
         ...
 
     async def leave_out(self, batch: Minibatch) -> None:
-        """Ends a round in which no worker computes anything: the minibatch counts as done. Waits for the workers."""
+        """Skips a round in which no worker computes anything: the minibatch counts as done. Waits for the workers."""
         ...
 
 
 class Shared(Protocol):
     """The parameters of a run, in one vector in memory that the workers share; see `strategies.hogwild`.
 
-    Both methods read and write the vector while other workers do, in the way that `update` names, one of
-    `sparse.updates.UPDATES`. When they return, the update is in the model.
+    Both methods read and write the vector while other workers do, by the scheme that `update` names (one of
+    `sparse.updates.UPDATES`). When they return, the update is in the model.
     """
 
     @property
@@ -199,7 +201,7 @@ class Shared(Protocol):
         ...
 
     async def sweep(self, batch: Minibatch, update: str) -> None:
-        """Makes each sample of a minibatch an update, in order: w_v ← w_v - η·g_v where it touches v.
+        """Makes an update for each sample of a minibatch, in order: w_v ← w_v - η·g_v for each v that it touches.
 
         Raises:
             GradientError: the loss is not finite. The parameters hold the update already.
@@ -213,16 +215,14 @@ class Shared(Protocol):
 
 
 class Worker(Protocol):
-    """One model replica: its minibatches and its gradients, whatever the way of exchange."""
+    """One model replica: its minibatches and gradients, in any topology."""
 
     rank: int
     num_workers: int
     reduction: Reduction  # whether gradients are means or sums over their samples
     step: int  # number of this worker's minibatches before the current one
-    version: int  # version of the parameters that gradients are computed on, in their oldest chunk
-    evaluated: (
-        str  # of a batch method: name of the state vector that evaluations take for the parameters; "" these
-    )
+    version: int  # version of the parameters that gradients are computed on (of the oldest chunk)
+    evaluated: str  # state vector of a batch method that evaluations use as parameters; "" for the parameters
 
     async def gradient(self, batch: Minibatch) -> Gradient:
         """Computes the mean gradient over a minibatch, at the worker's parameters.
@@ -236,10 +236,10 @@ class Worker(Protocol):
         ...
 
     async def converged(self, reason: str, loss: float) -> None:
-        """Tells the coordinator that the method has ended, which ends the run, or this phase of it.
+        """Tells the coordinator that the method has ended, which ends the run or its current phase.
 
-        Returns when the coordinator wants workers to stop after a minibatch. That may be for a checkpoint alone: a
-        worker that gets another minibatch leaves it out, and calls this again.
+        Returns when the coordinator wants workers to stop after a minibatch. That may be only for a checkpoint: a
+        worker that gets another minibatch skips it, and calls this again.
         """
         ...
 
@@ -262,19 +262,19 @@ class GroupWorker(Worker, Protocol):
 
 
 class PeerWorker(Worker, Protocol):
-    """A worker that has parameters of its own, and exchanges with one other worker at a time.
+    """A worker that has its own parameters, and exchanges with one other worker at a time.
 
-    Its `version` is the number of rounds that it has gone through.
+    Its `version` is the number of rounds that it has completed.
     """
 
-    seed: int  # of the run
-    parameters: Vector  # those with which the current round begins
+    seed: int  # the run's seed
+    parameters: Vector  # at the beginning of the current round
     state: Mapping[str, Vector]  # see `PeerStrategy.state_names`
     numbers: Mapping[str, Vector]  # of one element each; see `PeerStrategy.numbers`
 
     @property
     def live(self) -> Sequence[int]:
-        """Ranks of the workers that are there, this one included, as far as this one has heard."""
+        """Ranks of the present workers, including this one, as far as this worker knows."""
         ...
 
     def batches(self) -> AsyncIterator[Minibatch]:
@@ -282,22 +282,22 @@ class PeerWorker(Worker, Protocol):
         ...
 
     async def local_steps(self, batch: Minibatch) -> Vector:
-        """Goes through a minibatch, part by part, by the run's rule: x ← Opt(x, g), from `parameters` on.
+        """Makes a local step for each part of a minibatch by the run's rule, x ← Opt(x, g), starting from `parameters`.
 
         Returns:
-            x after the last step, in memory of its own; a copy of the parameters if there are no samples, or a gradient
-            is not finite.
+            x after the last step, in separate memory; a copy of the parameters if there are no samples or a gradient is
+            not finite.
         """
         ...
 
-    async def meet(self, partner: int | None, given: Sequence[Vector]) -> Sequence[Vector] | None:
-        """Exchanges vectors with the partner of this round, which calls it with as many. Call it once a round.
+    async def exchange_with(self, partner: int | None, vectors: Sequence[Vector]) -> Sequence[Vector] | None:
+        """Exchanges vectors with the partner of this round, which passes equally many. Call it once a round.
 
-        Waits for the partner. It may be in an earlier round, as long as it is not silent.
+        Waits for the partner, which may still be in an earlier round, as long as it is not silent.
 
         Args:
             partner: rank of another worker; None for none.
-            given: lent for reading until the call returns. One that a codec encodes (`PeerStrategy.encodes`) is
+            vectors: lent for reading until the call returns. A vector that a codec encodes (`PeerStrategy.encodes`) is
                 overwritten with what the partner decodes.
 
         Returns:
@@ -308,29 +308,29 @@ class PeerWorker(Worker, Protocol):
         ...
 
     async def pass_on(
-        self, to: int | None, giver: int | None, given: Sequence[Vector]
+        self, to: int | None, giver: int | None, vectors: Sequence[Vector]
     ) -> tuple[bool, Sequence[Vector] | None]:
-        """Gives vectors to one worker, and takes those of another. Call it once a round, in place of `meet`.
+        """Sends vectors to one worker, and receives those of another. Call it once a round, instead of `exchange_with`.
 
         Args:
             to: rank of the worker that gets them; None for none.
-            giver: rank of the worker that gives to this one; None if `to` is None.
-            given: lent for reading until the call returns.
+            giver: rank of the worker that sends to this one; None if `to` is None.
+            vectors: lent for reading until the call returns.
 
         Returns:
-            Whether `to` has them; and the vectors of `giver`, or None: see `meet`. The two are independent of each
-            other, unless they are one worker.
+            Whether `to` has them; and the vectors of `giver`, or None: see `exchange_with`. The two are independent of
+            each other, unless they are one worker.
         """
         ...
 
     async def work(
         self, arithmetic: Callable[[], object], reads: Sequence[Vector], writes: Sequence[Vector]
     ) -> None:
-        """Carries out arithmetic over whole vectors."""
+        """Carries out arithmetic on whole vectors."""
         ...
 
     def go_on_from(self, vector: Vector) -> None:
-        """Ends the round: the next one begins with these parameters, and the minibatch counts as done.
+        """Ends the round: the next begins with these parameters, and the minibatch counts as done.
 
         Args:
             vector: `parameters`, or the vector of `local_steps`.
@@ -360,7 +360,7 @@ class ServerWorker(Worker, Protocol):
     def since(self) -> int:
         """Number of minibatches that this worker has finished since it became active or its phase began.
 
-        All its minibatches from before that moment are in the model.
+        All of its earlier minibatches are in the model.
         """
         ...
 
@@ -376,7 +376,7 @@ class ServerWorker(Worker, Protocol):
 
     @property
     def versions(self) -> Sequence[int]:
-        """By chunk of the flat vector, the version that this worker has fetched last."""
+        """The version that this worker has fetched last, by chunk of the flat vector."""
         ...
 
     @property
@@ -400,9 +400,9 @@ class ServerWorker(Worker, Protocol):
         Args:
             flush: awaited before this worker waits for others, at the end and for a checkpoint. It returns when
                 all results of this worker are in the model. None pushes the accumulated gradients.
-            before: awaited before each minibatch. Wait for other workers' clocks there and nowhere else: a worker
-                that waits there can pause for a checkpoint, for which the others pause too. With it this worker
-                takes part in clocks, except while it has nothing to do: then no worker waits for it.
+            before: awaited before each minibatch. Wait for other workers' clocks only there: a worker that waits
+                there can pause for a checkpoint, for which the others pause too. With it, this worker takes part in
+                clocks; while it has nothing to do, no worker waits for it.
             waited_for: whether updates wait for this worker (its rule is an `AggregationRule` with `among`). It is
                 paused from a `flush` to the next minibatch.
         """
@@ -443,12 +443,12 @@ class ServerWorker(Worker, Protocol):
     async def portion(self, gradient: Gradient) -> Update:
         """One gradient as a portion of a pass, to be pushed: the pass is the data epoch of its minibatch.
 
-        Waits for the gradient. One that is not finite counts as a portion without samples.
+        Waits for the gradient. A gradient that is not finite counts as a portion without samples.
         """
         ...
 
     def leave_out(self, batch: Minibatch) -> Update:
-        """An update without a gradient, to be pushed: the minibatch counts as done and changes nothing."""
+        """An update without a gradient, to be pushed for a skipped minibatch, which counts as done."""
         ...
 
     # ---- the worker's own parameters: `pushes` other than "gradients" -------------------------
@@ -456,8 +456,8 @@ class ServerWorker(Worker, Protocol):
     async def optimize(self, gradient: Gradient) -> None:
         """Makes one update of this worker's own parameters by the run's rule: w ← Opt(w, gradient).
 
-        Its minibatch is part of the next `pull_towards`, `take_parameters` or `take_outer_gradient`. The worker
-        keeps the rule's state (a velocity, say) in as many vectors as the rule has; no checkpoint has it.
+        Its minibatch is part of the next `pull_towards`, `take_parameters` or `take_outer_gradient`. The rule's state,
+        such as a velocity, stays on the worker and is in no checkpoint.
         """
         ...
 
@@ -503,8 +503,8 @@ class ServerWorker(Worker, Protocol):
         Args:
             chunks: numbers of the chunks to push; None for all. The push counts for the minibatches that every chunk
                 has with it.
-            goes_on: the worker makes steps before it has fetched, and calls `rebase_on` then. That takes the memory of
-                one more vector, for a copy of w.
+            goes_on: the worker makes steps before it has fetched, and then calls `rebase_on`. That needs memory for a
+                copy of w.
         """
         ...
 
@@ -532,7 +532,7 @@ class Participation(Protocol):
     """A run as its strategy's `drive` sees it, on the coordinator.
 
     No worker takes part before the first `set_active_workers`. Progress is the number of samples in the model,
-    including those before a resume; so a drive that waits for progress continues where it was.
+    including those before a resume, so a drive that waits for progress continues where it was.
     """
 
     @property
@@ -556,13 +556,13 @@ class Participation(Protocol):
         ...
 
     async def set_active_workers(self, count: int, phase: str = "") -> None:
-        """Lets `count` workers take part from now on: those of the lowest ranks; the next rank replaces a lost one.
+        """Lets the `count` workers of the lowest ranks take part from now on. The next rank replaces a lost worker.
 
-        The others are paused: they finish their present minibatch and push everything, and other workers may
-        take the rest of their data. Returns when all of them are paused.
+        The others are paused: they finish their current minibatch and push everything, and other workers may take the
+        rest of their data. Returns when all of them are paused.
 
         Args:
-            count: number of workers; more than there are means all.
+            count: number of workers; a larger number than there are means all.
             phase: value of `ServerWorker.phase` from the next minibatch on. A worker pushes everything before it
                 enters another phase.
         """

@@ -5,10 +5,10 @@
     PeerStrategy            between two workers at a time, without servers
     SharedMemoryStrategy    in one vector in memory that all workers share
 
-A strategy is one file. Its `train(worker)` is the paper's client and runs on every worker. A strategy with servers
-has a second half: its `rule` is the paper's server, which decides on every shard when pushes are applied and when a
-fetch is answered. A third half, `drive(run)`, is optional: it runs once, on the coordinator, and sets how many
-workers take part when. No strategy sees a socket: `api.py` has everything that it may call.
+A strategy is one file. Its `train(worker)` is the paper's client and runs on every worker. A strategy with servers has
+a second part: its `rule` is the paper's server, which decides on every shard when pushes are applied and when a fetch
+is answered. An optional third part, `drive(run)`, runs once on the coordinator, and sets how many workers take part
+when. A strategy uses no sockets: `api.py` has everything that it may call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # ---- base --------------------------------------------------------------------------------
 
 BUCKET_BYTES = 4 << 20
-"""Smallest size of a bucket where the strategy does not choose one."""
+"""Smallest size of a bucket, unless the strategy chooses one."""
 
 Pushes = Literal["gradients", "differences", "parameters", "outer_gradients"]
 """The content of a strategy's pushes. It decides which nodes carry out the run's update rule.
@@ -49,17 +49,18 @@ Pushes = Literal["gradients", "differences", "parameters", "outer_gradients"]
 gradients: sums of gradients. Shards update the parameters by the run's rule.
 differences: terms that the shards add to the parameters, without a rule.
 parameters: a worker's own parameters. The shards' parameters become the weighted sum of the pushes.
-outer_gradients: the distance w_start - w that a worker has come. The shards' rule takes it as a gradient.
+outer_gradients: pseudo-gradients w_start - w, the distance that a worker has moved. The shards' rule uses them as
+    gradients.
 
-With all but gradients, each worker has its own parameters, which `ServerWorker.optimize` updates by the run's
-rule, the inner optimizer. The shards have the outer one, `ServerStrategy.outer_optimizer`. The parameters of the
-shards are evaluated, checkpointed and saved.
+Except with gradients, each worker has its own parameters, which `ServerWorker.optimize` updates by the run's rule, the
+inner optimizer. The shards have the outer optimizer, `ServerStrategy.outer_optimizer`. The shards' parameters are
+evaluated, checkpointed and saved.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """Sends changed rows alone: rows of gradients up, rows of parameters down.
+    """Sends only changed rows: rows of gradients up, rows of parameters down.
 
     Args:
         threshold: θ, significance from which a row is sent, 0 for every changed row; see `server.rows`.
@@ -92,7 +93,7 @@ class Strategy(ABC):
     can do more than the others. A job may choose between the last two (`assignment`)."""
 
     topology: ClassVar[str]
-    """How workers exchange, in a word: each base below has its own."""
+    """How workers exchange, in a word; each base class below sets it."""
 
     survives_worker_loss: ClassVar[bool]
     """Whether the other workers continue when a worker dies."""
@@ -101,28 +102,28 @@ class Strategy(ABC):
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` search for them."""
 
     pipelined: ClassVar[bool] = False
-    """Whether it may run in pipelines that do not flush, where gradients are those of older parameters than
-    `Worker.version` says: it does not look at their age, nor wait for other workers before a minibatch."""
+    """Whether it may run in pipelines that do not flush, where gradients are of older parameters than `Worker.version`
+    says: it must neither look at their age nor wait for other workers before a minibatch."""
 
     in_passes: ClassVar[bool] = False
     """Whether each data epoch is one pass at fixed parameters, and each minibatch a portion of it.
 
-    With servers `partitioning` must be "queue": no minibatch of an epoch is handed out before all of the epoch before
+    With servers `partitioning` must be "queue": no minibatch of an epoch is assigned before all of the previous epoch
     are in the sum.
     """
 
     @property
     def title(self) -> str:
-        """Name in records and reports; "" for that under which users know the class."""
+        """Name in records and reports; "" for the name under which users know the class."""
         return ""
 
     @property
     def stands_in(self) -> bool:
-        """Whether another worker can compute the part of a lost one in a round.
+        """Whether another worker can compute a lost worker's part of a round.
 
-        Through servers: its push is the gradient of its minibatch at the parameters of that round, and nothing else of
-        the worker's own. In a group: the weighted sum of the gradients is all that a round exchanges, and `train` may
-        begin anew between any two rounds, since it keeps nothing from one to the next.
+        With servers, this needs pushes that are the gradient of a minibatch at the round's parameters, without other
+        state of the worker. In a group, a round must exchange only the weighted sum of gradients, and `train` must
+        keep nothing between rounds, so that it may start again between any two.
         """
         return False
 
@@ -133,10 +134,10 @@ class Strategy(ABC):
 
     @property
     def local_rounds(self) -> bool:
-        """Whether a worker makes a step of its own for each minibatch of a round, and exchanges what comes of them.
+        """Whether a round without servers consists of local steps, one for each minibatch, whose result is exchanged.
 
-        Without servers, that is; a worker of a server strategy does so if `pushes` is not "gradients". In a user's own
-        training loop the loop's optimizer makes these steps.
+        A worker of a server strategy makes local steps if `pushes` is not "gradients". In a user's training loop, the
+        loop's optimizer makes these steps.
         """
         return False
 
@@ -144,8 +145,8 @@ class Strategy(ABC):
     def gives_mean(self) -> bool:
         """Whether each round gives every worker the mean gradient over the samples of all workers.
 
-        If so, a user's own training loop exchanges gradients alone, and its optimizer makes each step on every
-        worker, as in `DistributedDataParallel`. Otherwise the loop's parameters are exchanged.
+        If so, a user's training loop exchanges only gradients, and its optimizer makes each step on every worker, as in
+        `DistributedDataParallel`. Otherwise the loop's parameters are exchanged.
         """
         return False
 
@@ -155,14 +156,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def optimizer(self) -> Optimizer:
-        """The update rule of a run whose user names none."""
+        """The default update rule."""
 
     @abstractmethod
     async def train(self, worker: Any) -> None:
         """The client: returns when the worker's share of the run is done.
 
         Args:
-            worker: the worker of this way of exchange, such as `api.ServerWorker`.
+            worker: the worker of this topology, such as `api.ServerWorker`.
         """
 
 
@@ -176,12 +177,12 @@ class ServerStrategy(Strategy):
 
     @property
     def fewest_chunks(self) -> int:
-        """Number of chunks that the flat vector is to have at least, where it is long enough; chunks get smaller."""
+        """Least number of chunks of the flat vector, if it is long enough; chunks get smaller."""
         return 1
 
     @property
     def copies(self) -> bool:
-        """Whether in passes an idle worker computes a portion of another one, if it is expected to be done sooner."""
+        """Whether in passes an idle worker also computes another worker's portion, if it may be done sooner."""
         return True
 
     @abstractmethod
@@ -197,7 +198,7 @@ class ServerStrategy(Strategy):
         return None
 
     def correction(self) -> Correction | None:
-        """A change that the shards make to each push before the rule weighs it; None for no change."""
+        """A correction of each push on the shards before the rule weighs it; None for none."""
         return None
 
     def quorum(self, num_workers: int) -> int | None:
@@ -219,7 +220,7 @@ class ServerStrategy(Strategy):
         return False
 
     def outer_optimizer(self, inner: Optimizer) -> Optimizer:
-        """The shards' update rule for the weighted sum of an update's pushes, where these are no gradients.
+        """The shards' update rule for the weighted sum of an update's pushes, if these are not gradients.
 
         Each shard has its part of the rule's state, which is in checkpoints. The learning rate is a number, not a
         schedule. See `Pushes`.
@@ -244,7 +245,7 @@ class ServerStrategy(Strategy):
                 )
 
     def rows(self, tables: bool) -> RowExchange | None:
-        """How changed rows alone are exchanged; None exchanges every chunk whole.
+        """How to exchange only changed rows; None exchanges every chunk whole.
 
         Args:
             tables: whether the model has row-sparse tensors.
@@ -255,7 +256,7 @@ class ServerStrategy(Strategy):
     async def drive(self, run: Participation) -> None:
         """Sets how many workers take part when, for warm starts and waves. Runs once, on the coordinator.
 
-        By default all workers take part from the beginning. When it returns, participation stays as it is then.
+        By default all workers take part from the beginning. Participation does not change after it returns.
         A round needs all workers, so `partitioning` must not be "rounds".
         """
         await run.set_active_workers(len(run.workers))
@@ -277,33 +278,33 @@ class GroupStrategy(Strategy):
     """Library that moves the bytes: "auto" is gradstream itself, "torch" is torch.distributed."""
 
     sharded: bool | None = False
-    """Whether each worker updates its own slices alone, and keeps the optimizer's state of these alone.
+    """Whether each worker updates only its own slices, and keeps the optimizer's state only for these.
 
-    None lets the group decide: where its workers share memory, slices need not be moved.
+    None lets the group decide: if its workers share memory, slices need not be moved.
     """
 
     factors: bool | None = None
-    """Whether gradients of wide layers are sent as factors; None does so where that is cheaper."""
+    """Whether gradients of wide layers are sent as factors; None does so if that is cheaper."""
 
     @property
     def local_rounds(self) -> bool:
-        """See `Strategy.local_rounds`: where an outer rule takes what comes of the steps."""
+        """See `Strategy.local_rounds`: true if there is an outer rule."""
         return self.outer_rule() is not None
 
     @property
     def delay(self) -> int:
-        """Number of a round's last minibatches that a worker computes while what came before them is exchanged."""
+        """Number of a round's last minibatches that a worker computes while the earlier ones are exchanged."""
         return 0
 
     async def finish(self, worker: GroupWorker) -> None:
-        """Makes the worker's parameters the final ones, at the end of the run, by commands on its own vectors alone.
+        """Makes the worker's parameters final at the end of the run, by commands on only its own vectors.
 
         Only a worker that writes the final model calls it.
         """
         del worker
 
     def checkpointed(self, note: bytes) -> str:
-        """Name of the state vector that a checkpoint has as the model's parameters, which it has in its place then.
+        """Name of the state vector that a checkpoint swaps with the model's parameters.
 
         Args:
             note: see `Peers.note`.
@@ -312,9 +313,9 @@ class GroupStrategy(Strategy):
         return ""
 
     def outer_rule(self) -> Optimizer | None:
-        """The rule of rounds whose gradients are the ways w - w_i that workers have come by the run's own optimizer.
+        """The rule of rounds that exchange pseudo-gradients w - w_i, made by the run's own optimizer.
 
-        None: gradients are those of the model, and the run's optimizer makes the update.
+        None: rounds exchange the model's gradients, and the run's optimizer makes the update.
         """
         return None
 
@@ -342,7 +343,7 @@ class GroupStrategy(Strategy):
             layer: shape of the layer.
             rows: largest number of samples of a worker.
             workers: number of workers.
-            near: whether they are on one machine.
+            near: whether all are on one machine.
         """
         del layer, rows, workers, near
         return False
@@ -359,7 +360,7 @@ class GroupStrategy(Strategy):
 
 
 class PeerStrategy(Strategy):
-    """The base of strategies whose workers have parameters of their own, and exchange with one other at a time.
+    """The base of strategies whose workers have their own parameters, and exchange with one other at a time.
 
     Workers go through rounds, each at its own time. A worker that is lost is dropped from the rounds until a new
     process takes its place, which begins with a copy of another worker's state.
@@ -374,7 +375,7 @@ class PeerStrategy(Strategy):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Vectors that each worker keeps from round to round beside its parameters, zero at first."""
+        """Vectors that each worker keeps from round to round besides its parameters, zero at first."""
         return ()
 
     @property
@@ -384,7 +385,7 @@ class PeerStrategy(Strategy):
 
     @property
     def encodes(self) -> bool:
-        """Whether the first vector of each `PeerWorker.meet` is a difference, which a codec may encode."""
+        """Whether the first vector of each `PeerWorker.exchange_with` is a difference, which a codec may encode."""
         return False
 
     @abstractmethod
@@ -407,7 +408,7 @@ class SharedMemoryStrategy(Strategy):
 
 
 def check_choice(strategy: str, option: str, got: object, names: Sequence[str]) -> None:
-    """Demands one of these names, or a function.
+    """Checks that a value is one of these names, or a function.
 
     Raises:
         UnknownNameError: the value is another name.
@@ -426,7 +427,7 @@ def check_choice(strategy: str, option: str, got: object, names: Sequence[str]) 
 def check_count(
     strategy: str, option: str, got: object, what: str, *, least: int = 1, other: str = ""
 ) -> None:
-    """Demands a whole number: a period of 1.5 steps would never be over.
+    """Checks that a value is a whole number: a period of 1.5 steps would never end.
 
     Args:
         what: the things that are counted, for the message.
@@ -443,7 +444,7 @@ def check_count(
 
 
 def check_flag(strategy: str, option: str, got: object, *, may_be_none: bool = False) -> None:
-    """Demands True or False: Python takes other values, such as "no", for true.
+    """Checks that a value is True or False, since Python treats other values, such as "no", as true.
 
     Args:
         may_be_none: None is allowed too.
@@ -457,7 +458,7 @@ def check_flag(strategy: str, option: str, got: object, *, may_be_none: bool = F
 
 
 def check_not_negative(strategy: str, option: str, got: object, what: str = "number") -> None:
-    """Demands a finite number of 0 or above.
+    """Checks that a value is a finite number of at least 0.
 
     Args:
         what: kind of number, for the message.

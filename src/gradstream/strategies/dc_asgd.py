@@ -5,13 +5,13 @@
       push(∇ℓ(w; batch))                adaptive:
                                           v_m ← d·v_m + (1 - d)·g⊙g,   λ = λ₀ / √(v_m + ε)
 
-The gradient at w is the gradient at w_bak plus the Hessian times w - w_bak, the way that the server has gone
-meanwhile. λ·g⊙g takes the place of the Hessian. The mean of g⊙g over samples is the Hessian's diagonal where the
-loss is a negative log-likelihood and the model is near the truth. Here g is the mean over a minibatch of b samples,
-and its square is smaller. So tune λ like a rate, unless it is adaptive: λ·g⊙g is then about λ₀·|g|, whatever the
-scale of the gradients.
+The gradient at w is the gradient at w_bak plus the Hessian times w - w_bak, the distance that the server has moved
+meanwhile. λ·g⊙g approximates the Hessian: the mean of g⊙g over samples is the Hessian's diagonal if the loss is a
+negative log-likelihood and the model is near the truth. Here g is the mean over a minibatch of b samples, and its
+square is smaller. So tune λ like a rate, unless it is adaptive: λ·g⊙g is then about λ₀·|g|, whatever the scale of the
+gradients.
 
-A gradient that no other has overtaken (w = w_bak) is used as it is, so one worker is plain SGD. λ = 0 is
+A gradient that no other has overtaken (w = w_bak) is used unchanged, so one worker is plain SGD. λ = 0 is
 asynchronous SGD. The shards keep a copy of the parameters that each worker computes on: N elements for each
 worker, 2N with `overlap`, and v_m besides where λ is adaptive. Bytes a step and worker, as in
 asynchronous SGD: 4N up, 4N down (float32). A dead worker stops no other.

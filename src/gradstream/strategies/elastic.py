@@ -72,7 +72,7 @@ class ElasticAveraging(ServerStrategy):
     partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "differences"
-    # One exchange, at the end, with all of the way: the centre is then at the worker's parameters.
+    # One exchange at the end, over the whole distance: the centre is then at the worker's parameters.
     plain: ClassVar[Mapping[str, object] | None] = {"every": 1 << 30, "moving_rate": 1.0}
 
     def __post_init__(self) -> None:

@@ -1,12 +1,12 @@
-"""Gossip: each worker trains parameters of its own, and takes the mean with one other worker at a time.
+"""Gossip: each worker trains its own parameters, and averages them with one other worker at a time.
 
     worker i, each round r:                                 j is the partner of i in round r, at random
       H times:  x_i ← InnerOpt(x_i, ∇ℓ(x_i; batch))
       x_i, x_j ← (x_i + x_j) / 2                              exchanged between these two alone
 
-There is no server, no group, and no round of all: a worker waits for nobody but its partner. The pairs of a round are a
-function of the seed, the round, and who is there: `strategies.matching`. A mean of two leaves the sum of all x_i as it
-is, and pulls them together: of their squared distance from the mean of all, a round leaves (W - 2) / (2W - 2) on
+There is no server, no group, and no common round: a worker waits only for its partner. The pairs of a round are a
+function of the seed, the round, and the present workers: `strategies.matching`. A mean of two keeps the sum of all x_i,
+and pulls them together: of their squared distance from the mean of all, a round leaves (W - 2) / (2W - 2) on
 average for an even W, a half for an odd one. The final model is the mean of all x_i, and so is that of a checkpoint,
 which has each worker's x_i and inner state besides. Evaluations during the run are of the x_i of the lowest rank, which
 costs no exchange.
@@ -79,9 +79,9 @@ class Gossip(PeerStrategy):
         async for batch in worker.batches():
             own = await worker.local_steps(batch)
             partner = partner_of(worker.rank, worker.seed, worker.version, worker.num_workers, worker.live)
-            theirs = await worker.meet(partner, [own])
-            if theirs is not None:
-                await worker.work(partial(to_mean, own.tensor, theirs[0].tensor), [theirs[0]], [own])
+            received = await worker.exchange_with(partner, [own])
+            if received is not None:
+                await worker.work(partial(to_mean, own.tensor, received[0].tensor), [received[0]], [own])
             worker.go_on_from(own)
 
 

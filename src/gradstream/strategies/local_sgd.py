@@ -1,4 +1,4 @@
-"""Local SGD in a group: workers train alone for H steps, and the mean of the ways that they have come is a gradient.
+"""Local SGD in a group: workers train alone for H steps, and the mean of their pseudo-gradients makes the outer step.
 
     worker i, each round:                                   in the group, after H steps of each:
       w_i ← w                                                 Δ ← Σ n_i·Δ_i / Σ n_i
@@ -123,9 +123,9 @@ class LocalSGD(GroupStrategy):
         """
         group = worker.group
         async for batch in worker.batches():
-            way = worker.gradient_soon(batch)
-            samples = await group.samples(way)
+            pseudo_gradient = worker.gradient_soon(batch)
+            samples = await group.samples(pseudo_gradient)
             weight = self.weight(worker.rank, samples, worker.reduction)
             for bucket in group.buckets:
-                await group.allreduce(way, bucket, weight)
-            await group.update(way)
+                await group.allreduce(pseudo_gradient, bucket, weight)
+            await group.update(pseudo_gradient)

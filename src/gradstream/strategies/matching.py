@@ -1,12 +1,12 @@
-"""Who meets whom in a round, where workers exchange in pairs: a pure function, which every worker computes for itself.
+"""The pairs of workers in a round of pairwise exchange: a pure function, which every worker computes for itself.
 
     all ranks, in a random order of the round   3 0 | 4 1 | 5 2        neighbours are partners
     rank 4 is gone                              3 0 | - 1 | 5 2        rank 1 has no partner
     ranks 4 and 5 are gone                      3 0 | - 1 | - 2        those without a partner meet each other: 1 and 2
 
-The order is of all ranks that the run may have, whether they are there or not. So a worker that dies or joins changes
-the pairs only of its own partner, and of those that have none; all others meet as they would have met. Of an odd number
-of workers one has no partner. It goes through the round alone.
+The order contains all ranks that the run may have, present or not. So a worker that dies or joins changes only the
+pairs of its own partner and of workers without one. If the number of workers is odd, one has no partner and makes the
+round alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def matching(seed: int, number: int, workers: int, live: Collection[int]) -> lis
     Args:
         seed: seed of the run.
         number: number of the round.
-        workers: W, number of ranks that the run has, there or not.
-        live: the ranks that are there.
+        workers: W, number of ranks of the run, present or not.
+        live: the present ranks.
 
     Returns:
-        The pairs; each rank is in one at most.
+        The pairs; each rank is in at most one.
     """
     order = _order(seed, number, workers)
     pairs, left = list[Pair](), list[int]()
@@ -49,7 +49,7 @@ def matching(seed: int, number: int, workers: int, live: Collection[int]) -> lis
 
 
 def partner_of(rank: int, seed: int, number: int, workers: int, live: Collection[int]) -> int | None:
-    """The rank that one of `live` meets in a round; None if it has no partner. Arguments as for `matching`."""
+    """The partner of a rank in a round, or None. Arguments as for `matching`."""
     for one, other in matching(seed, number, workers, live):
         if rank in (one, other):
             return other if rank == one else one
@@ -57,7 +57,7 @@ def partner_of(rank: int, seed: int, number: int, workers: int, live: Collection
 
 
 def _order(seed: int, number: int, workers: int) -> Sequence[int]:
-    """All ranks, in the order of a hash: it is the same with every version of every library."""
+    """All ranks, in the order of a hash that no library version changes."""
 
     def key(rank: int) -> bytes:
         return blake2b(f"{seed}/{number}/{rank}".encode(), digest_size=16).digest()
@@ -70,7 +70,7 @@ def _pair(one: int, other: int) -> Pair:
 
 
 # ---- outer -------------------------------------------------------------------------------
-# The outer optimizer of strategies whose workers train alone: SGD, with Nesterov's momentum or the plain one.
+# The outer optimizer of strategies with local steps: SGD with Nesterov's or plain momentum.
 
 T = TypeVar("T")
 

@@ -6,19 +6,19 @@
       δ_i ← α·δ_i - β·(Δ_i + Δ_j)/n - γ·(φ_i - (φ_i + φ_j)/n)
       φ_i ← φ_i + δ_i
 
-φ_i are the slow weights of worker i, Δ_i is its outer gradient, with the sign of `diloco`'s: the way that it has come,
-backwards. The last term pulls the slow weights of the pair together, so that workers which never all meet stay near one
-another. There is no server, no group, and no round of all: a worker waits for nobody but its partner. The pairs are
-a function of the seed, the round, and who is there: `strategies.matching`.
+φ_i are the slow weights of worker i, and Δ_i is its pseudo-gradient, with the sign of `diloco`'s. The last term pulls
+the slow weights of the pair together, so that workers stay near one another although they never exchange all together.
+There is no server, no group, and no common round: a worker waits only for its partner. The pairs are a function of the
+seed, the round, and the present workers: `strategies.matching`.
 
-A worker without a partner, since their number is odd or the partner has died, makes the same step with n = 1: δ_i ←
+A worker without a partner, because the number is odd or the partner has died, makes the same step with n = 1: δ_i ←
 α·δ_i - β·Δ_i. So with one worker it is `diloco` with outer_lr = β, outer_momentum = α, nesterov = False, to rounding.
 
 The inner optimizer is the run's, and its state stays with each worker. The final model is the mean of all φ_i, and so
 is that of a checkpoint, which has each worker's φ_i, δ_i and inner state besides. Evaluations during the run are of the
 φ_i of the lowest rank, which costs no exchange.
 
-Two workers that always meet come together if 0 < γ < 2(1 + α), as the roots of λ² - (1 + α - γ)·λ + α say.
+Two workers that always exchange converge if 0 < γ < 2(1 + α), as the roots of λ² - (1 + α - γ)·λ + α show.
 
 Bytes a round and worker: 8N up and 8N down (float32), whatever W is; a codec makes those of Δ_i fewer. A death costs
 what it costs in `gossip`.
@@ -117,40 +117,40 @@ class NoLoCo(PeerStrategy):
         """Each round begins with the slow weights of the round before, and ends with an outer step."""
         velocity = worker.state[VELOCITY]
         async for batch in worker.batches():
-            slow, way = worker.parameters, await worker.local_steps(batch)
-            await worker.work(partial(to_way, slow.tensor, way.tensor), [slow], [way])
+            slow, delta = worker.parameters, await worker.local_steps(batch)
+            await worker.work(partial(to_delta, slow.tensor, delta.tensor), [slow], [delta])
             partner = partner_of(worker.rank, worker.seed, worker.version, worker.num_workers, worker.live)
-            theirs = await worker.meet(partner, [way, slow])
-            pair = None if theirs is None else (theirs[0].tensor, theirs[1].tensor)
-            step = partial(self.outer_step, slow.tensor, way.tensor, velocity.tensor, pair)
-            await worker.work(step, [way, *(theirs or ())], [slow, velocity])
+            received = await worker.exchange_with(partner, [delta, slow])
+            pair = None if received is None else (received[0].tensor, received[1].tensor)
+            step = partial(self.outer_step, slow.tensor, delta.tensor, velocity.tensor, pair)
+            await worker.work(step, [delta, *(received or ())], [slow, velocity])
             worker.go_on_from(slow)
 
     def outer_step(
         self,
         slow: torch.Tensor,
-        way: torch.Tensor,
+        delta: torch.Tensor,
         velocity: torch.Tensor,
-        theirs: tuple[torch.Tensor, torch.Tensor] | None,
+        partner: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         """δ ← α·δ - β·mean(Δ) - γ·(φ - mean(φ));  φ ← φ + δ, in place.
 
         Args:
             slow: φ, (E,), changed.
-            way: Δ, (E,).
+            delta: Δ, (E,).
             velocity: δ, (E,), changed.
-            theirs: Δ and φ of the partner; None without one.
+            partner: Δ and φ of the partner; None without one.
         """
         velocity.mul_(self.outer_momentum)
-        if theirs is None:
-            velocity.sub_(way, alpha=self.outer_lr)
+        if partner is None:
+            velocity.sub_(delta, alpha=self.outer_lr)
         else:
-            their_way, their_slow = theirs
-            velocity.sub_(way + their_way, alpha=self.outer_lr / 2)
+            their_delta, their_slow = partner
+            velocity.sub_(delta + their_delta, alpha=self.outer_lr / 2)
             velocity.sub_(slow - their_slow, alpha=self.pull / 2)  # φ - (φ + φ') / 2
         slow.add_(velocity)
 
 
-def to_way(slow: torch.Tensor, own: torch.Tensor) -> None:
+def to_delta(slow: torch.Tensor, local: torch.Tensor) -> None:
     """θ ← Δ = φ - θ."""
-    torch.sub(slow, own, out=own)
+    torch.sub(slow, local, out=local)

@@ -1,20 +1,20 @@
-"""Push-sum: each worker gives half of what it has to one worker, and takes half of what another one has.
+"""Push-sum: each worker gives half of its sum to one worker, and receives half of another worker's sum.
 
     worker i, each round:                                   x_i = w_i·z_i, and w_i = 1 at first
-      H times:  z_i ← InnerOpt(z_i, ∇ℓ(z_i; batch));   x_i ← x_i + the way of z_i
+      H times:  z_i ← InnerOpt(z_i, ∇ℓ(z_i; batch));   x_i ← x_i + the steps of z_i
       gives (x_i/2, w_i/2) to its successor, and keeps as much
       (x_i, w_i) ← (x_i, w_i)/2 + what its predecessor gives
       z_i ← x_i / w_i
 
-It is SGP, stochastic gradient push. The successor is the same number of places ahead for all of the n live workers: 1,
-2, 4, ... up to below n, in turn from round to round (the one-peer exponential graph). So links go in one direction, and
-where n is a power of two, log₂ n rounds without gradients are the mean of all, exactly. The sums of all x_i and of all
-w_i stay as they are, and the latter is W; dividing by w_i takes the bias of unequal weights away.
+It is SGP, stochastic gradient push. The successor is the same number of places ahead for all n live workers: 1, 2, 4,
+... (below n), in turn from round to round (the one-peer exponential graph). So links are used in one direction, and if
+n is a power of two, log₂ n rounds without gradients yield the exact mean of all. The sums of all x_i and of all w_i do
+not change, and the latter is W; dividing by w_i removes the bias of unequal weights.
 
-A worker whose successor does not get its half keeps both. One whose predecessor gives nothing has its own half alone,
-and a smaller weight. So a death costs two workers a part of one round, and takes the weight of the dead one out of the
-sum: the mean is over the others then. The model is the mean of all z_i. Checkpoints, newcomers, and what becomes of a
-lost worker's minibatches are as in `gossip`.
+A worker whose successor does not get its half keeps both halves. A worker whose predecessor gives nothing has only its
+own half, and a smaller weight. So a death costs two workers a part of one round, and removes the dead worker's weight
+from the sum: the mean is then over the others. The model is the mean of all z_i. Checkpoints, newcomers, and a lost
+worker's minibatches are treated as in `gossip`.
 
 With one worker it is the inner optimizer alone, bit for bit. Two workers are `gossip`, to rounding.
 
@@ -87,10 +87,10 @@ class PushSum(PeerStrategy):
             before, x = worker.parameters, await worker.local_steps(batch)
             to, giver = neighbours(worker.rank, worker.version, worker.live)
             await worker.work(partial(halve, x.tensor, before.tensor, w.tensor), [before], [x, w])
-            gave, theirs = await worker.pass_on(to, giver, [x, w])
-            taken = None if theirs is None else (theirs[0].tensor, theirs[1].tensor)
+            gave, received = await worker.pass_on(to, giver, [x, w])
+            taken = None if received is None else (received[0].tensor, received[1].tensor)
             step = partial(join, x.tensor, w.tensor, taken, keeps=not gave)
-            await worker.work(step, list(theirs or ()), [x, w])
+            await worker.work(step, list(received or ()), [x, w])
             worker.go_on_from(x)
 
 
@@ -119,7 +119,7 @@ def halve(own: torch.Tensor, before: torch.Tensor, weight: torch.Tensor) -> None
 def join(
     half: torch.Tensor,
     weight: torch.Tensor,
-    theirs: tuple[torch.Tensor, torch.Tensor] | None,
+    received: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     keeps: bool,
 ) -> None:
@@ -128,13 +128,13 @@ def join(
     Args:
         half: x/2, (E,), changed.
         weight: w/2, (1,), changed.
-        theirs: x/2 and w/2 of the predecessor; None without.
-        keeps: nobody has got the other half.
+        received: x/2 and w/2 of the predecessor; None without.
+        keeps: nobody has received the other half.
     """
     if keeps:
         half.mul_(2)
         weight.mul_(2)
-    if theirs is not None:
-        half.add_(theirs[0])
-        weight.add_(theirs[1])
+    if received is not None:
+        half.add_(received[0])
+        weight.add_(received[1])
     half.div_(weight)

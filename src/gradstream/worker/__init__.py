@@ -1,4 +1,4 @@
-"""The node that runs a strategy: batches, compute, overlap of exchange with backprop."""
+"""The node that runs a strategy: minibatches, computation, overlap of exchange with backprop."""
 
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.node import WorkerNode

@@ -1,11 +1,11 @@
-"""The gate that a worker passes before each minibatch: snapshots and the participation schedule hold it there.
+"""The gate that a worker passes before each minibatch, where snapshots and the participation schedule stop it.
 
-When a snapshot begins, a worker reports how many minibatches it has begun, and begins no further one. It is told
-where to stop, continues up to there, brings everything that it has computed into the model, and reports that. It
-then stands until the snapshot releases it. A worker that has nothing to do stands already.
+When a snapshot begins, a worker reports how many minibatches it has begun, and pauses. The coordinator tells it where
+to stop. The worker continues to that point, flushes everything that it has computed into the model, and reports. It
+then stands still until the snapshot releases it. A worker that has nothing to do stands still already.
 
-A participation schedule pauses and resumes workers (`ServerStrategy.drive`). A paused worker stands too. When it is
-resumed, it chooses its next minibatch anew, since other workers may have taken some of its own.
+A participation schedule pauses and resumes workers (`ServerStrategy.drive`). A paused worker also stands still. When
+it resumes, it chooses its next minibatch again, since other workers may have taken some of its minibatches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _SnapshotStop:
         self._reported: tuple[int, int] = (0, -1)  # snapshot and kind of the last report
 
     def hear(self, notice: v1.Notice, begun: int) -> None:
-        """Takes in what the coordinator says of snapshots to a worker that has begun this many minibatches."""
+        """Handles the coordinator's news on snapshots, for a worker that has begun this many minibatches."""
         self.snapshot = snapshot = notice.snapshot if notice.HasField("snapshot") else v1.Snapshot()
         stops = snapshot.number > 0 and (snapshot.phase != v1.Snapshot.WRITE or snapshot.last)
         self._limit = snapshot.stop_at.get(self._worker, begun) if stops else None
@@ -45,11 +45,11 @@ class _SnapshotStop:
             self._say(v1.SnapshotReport.BEGUN, begun)
 
     def at_limit(self, begun: int) -> bool:
-        """Whether a worker that has begun this many minibatches may begin no further one."""
+        """Whether a worker that has begun this many minibatches has to stop."""
         return self._limit is not None and begun >= self._limit
 
     def stands(self, begun: int) -> None:
-        """Reports that a worker stands, if the snapshot waits for that."""
+        """Reports that the worker stands still, if the snapshot waits for that."""
         waits = self.snapshot.phase in (v1.Snapshot.STOP, v1.Snapshot.SNAPSHOT)
         if waits and self.snapshot.number > 0 and self.at_limit(begun):
             self._say(v1.SnapshotReport.REACHED, begun)
@@ -66,7 +66,7 @@ class _Intervals:
 
     Args:
         worker: name of the worker's node.
-        report: tells the coordinator that the worker stands in a paused interval.
+        report: tells the coordinator that the worker stands still in a paused interval.
     """
 
     def __init__(self, worker: str, report: Callable[[v1.BeatReport], None]) -> None:
@@ -75,10 +75,10 @@ class _Intervals:
         self._worker = worker
         self._report = report
         self._entered = 0  # number of the interval in which the worker has passed the gate
-        self._reported = 0  # number of the interval in which it has reported to stand
+        self._reported = 0  # number of the interval in which it has reported that it stands still
 
     def hear(self, schedule: v1.Participation) -> None:
-        """Takes in what the coordinator says of all intervals, and of the strategy's phase."""
+        """Handles the coordinator's news on intervals and the strategy's phase."""
         self.present = schedule.intervals.get(self._worker, v1.Interval())
         self.phase = schedule.phase
 
@@ -89,7 +89,7 @@ class _Intervals:
         return is_new
 
     def stands(self) -> None:
-        """Reports that a worker stands, if it is paused."""
+        """Reports that the worker stands still, if it is paused."""
         if self.present.paused and self._reported != self.present.number:
             self._reported = self.present.number
             self._report(v1.BeatReport(quiesced=self.present.number))
@@ -101,17 +101,17 @@ class BatchGate:
     Args:
         worker: name of the worker's node.
         report: sends a report to the coordinator.
-        on_stand: called when a snapshot or a pause has made the worker stand: with the number of minibatches
-            begun, and whether it will begin no further one.
+        on_stand: called when a snapshot or a pause has stopped the worker, with the number of minibatches begun,
+            and whether it will begin no more.
         on_interval: called when the worker is resumed, or enters another phase: with the number of minibatches
             begun, its interval, and the phase.
 
     Attributes:
         begun: number of minibatches that the worker has begun.
-        begun_before: the same when it was resumed, or entered the current phase.
-        phase: phase of the strategy, as of the minibatch that was begun last.
-        flush_others: awaited before the worker stands: brings into the model what the other processes of its replica
-            have computed. None if there are none.
+        begun_before: `begun` when the worker resumed or entered the current phase.
+        phase: phase of the strategy at the last minibatch begun.
+        flush_others: awaited before the worker stands still: flushes into the model what the other processes of its
+            replica have computed. None if there are none.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class BatchGate:
         self._changed = asyncio.Event()
 
     def leave(self, then: Callable[[], None]) -> None:
-        """Lets the worker begin no further minibatch, and calls `then` once all that it has begun is in the model."""
+        """Stops the worker, and calls `then` once every minibatch that it has begun is in the model."""
         self._leave = then
         self._report_standing()
         self._changed.set()
 
     def interrupt(self, error: Exception) -> None:
-        """Lets `gate` raise this error, also for a worker that stands there, until `again` is called."""
+        """Makes `gate` raise this error, even for a worker that waits there, until `again` is called."""
         self._error = error
         self._changed.set()
 
     def again(self, begun: int) -> None:
-        """Lets the worker continue after `interrupt`. It has given up the minibatch that it was in, if any."""
+        """Lets the worker continue after `interrupt`. It has dropped its current minibatch, if any."""
         self._error, self.begun = None, begun
 
     def hear(self, notice: v1.Notice) -> None:
@@ -165,12 +165,12 @@ class BatchGate:
 
     @property
     def ending(self) -> bool:
-        """Whether the coordinator has said after which minibatch the run ends."""
+        """Whether the coordinator has announced after which minibatch the run ends."""
         return self._stop.snapshot.ends and self._stop.snapshot.phase != v1.Snapshot.PAUSE
 
     @property
     def settled(self) -> bool:
-        """Whether every minibatch that was begun is in the model, if the workers were told where the run ends."""
+        """Whether every minibatch begun is in the model, once the workers know where the run ends."""
         return not self._stop.snapshot.ends or self._stop.snapshot.phase == v1.Snapshot.ENDED
 
     @property
@@ -207,7 +207,7 @@ class BatchGate:
                 return "anew"
             elif self.phase != self._intervals.phase:
                 phase = self._intervals.phase
-                await flush()  # everything that a phase has computed is in the model when the next one begins
+                await flush()  # a phase's results are in the model when the next one begins
                 self._enter(phase)
             else:
                 break
@@ -216,7 +216,7 @@ class BatchGate:
         return "go"
 
     async def asked(self) -> None:
-        """Returns when the worker is to stand at the gate. Raises as `gate`."""
+        """Returns when the worker has to stop at the gate. Raises as `gate`."""
         while self._error is None and not self._stop.at_limit(self.begun):
             if self.interval.paused or self._leave is not None:
                 return
@@ -230,11 +230,11 @@ class BatchGate:
         self._on_interval(self.begun, self.interval, phase)
 
     def skip(self, count: int) -> None:
-        """Leaves out minibatches of rounds that are over. They count as begun."""
+        """Skips minibatches of rounds that are over. They count as begun."""
         self.begun += count
 
     def stand(self) -> None:
-        """Notes that everything that was begun is in the model."""
+        """Notes that every minibatch begun is in the model."""
         self._standing = True
         self._report_standing()
 

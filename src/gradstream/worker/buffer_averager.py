@@ -1,4 +1,4 @@
-"""The workers' buffers: averaged for an evaluation, and made equal where loops begin and end."""
+"""Averages the workers' buffers for an evaluation, and makes them equal when loops begin and end."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from gradstream.runtime.tasks import Wakeup
 from gradstream.transport.base import Endpoint
 
 LOOK_S = 0.5
-"""Seconds between two looks whether the others are still there."""
+"""Seconds between two checks of whether the other workers are still present."""
 
 
 class BufferAverager:
     """Averages a worker's buffers with those of the other workers, and answers their requests.
 
-    In rounds, a worker that evaluates after step s asks for the others' buffers as of step s. All others have
-    computed their gradients of that step, since the round is done. A worker that has gone further kept its buffers
-    as of step s. At the end of the run, a worker answers once its last minibatch is over. So the average does not
-    depend on timing.
+    In rounds, a worker that evaluates after step s asks the other workers for their buffers at step s. They have all
+    computed that step's gradients, since the round is done, and a worker that is further ahead has kept its buffers
+    from step s. At the end of the run, a worker answers once its last minibatch is over. So the average does not depend
+    on timing.
 
     Args:
         runtime: runtime of the worker's node.
         endpoint: endpoint of the worker's node.
         model: the worker's own instance of the model.
         workers: names of the present workers, this one included.
-        silence_s: seconds of silence after which another worker is not waited for any more.
+        silence_s: seconds of silence after which it no longer waits for another worker.
 
     Attributes:
-        restored: set once this worker's model holds what it begins with. Until then no other worker copies it.
+        restored: set once this worker's model has its initial state. Until then no other worker copies it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BufferAverager:
         self._kept: tuple[int, OwnState] | None = None  # number of steps, and the state after them
         self._frozen: OwnState | None = None
         self._ended = asyncio.Event()
-        self._copies = 0  # of what this worker begins with
+        self._copies = 0  # served copies of this worker's initial state
         self._copied = Wakeup()
         self.restored = asyncio.Event()
 
@@ -66,22 +66,22 @@ class BufferAverager:
         own_state.serve(self._endpoint, self._answer, self._answer_fixed, self._answer_last)
 
     def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
-        """Takes a function that returns the numbers of samples and steps that this worker has done."""
+        """Sets the function that returns this worker's numbers of samples and steps."""
         self._progress = progress
 
     async def begin_as_first(self, *, buffers: bool = True) -> None:
-        """Copies what the model of the first worker holds: all begin alike. The first one waits until all have it.
+        """Copies the first worker's model, so that all begin alike. The first worker waits until all have copied it.
 
         Args:
-            buffers: copy its buffers too. False keeps those that this worker has restored from a checkpoint.
+            buffers: also copy its buffers. False keeps those that this worker has restored from a checkpoint.
 
         Raises:
-            PeerLostError, DeadlineError: it is gone, or says nothing.
-            RefusedError: its model is not like this worker's.
+            PeerLostError, DeadlineError: the first worker is lost or silent.
+            RefusedError: its model differs from this worker's.
         """
         first = self._workers()[0]
         if first == self._runtime.node:
-            while self._copies < len(self._workers()) - 1:  # a lost worker is none of them any more
+            while self._copies < len(self._workers()) - 1:  # `_workers` has no lost worker
                 await self._copied.rung(self._runtime, LOOK_S)
             return
         if buffers:
@@ -90,7 +90,7 @@ class BufferAverager:
         await self._copy(first)
 
     async def adopt(self) -> None:
-        """Takes the other workers' mean buffers: this worker joins them late, and has gone through no sample."""
+        """Adopts the mean of the other workers' buffers, since this worker joins late and has seen no sample."""
         buffers = await self.average()
         await self._runtime.compute(lambda _: load_buffers(self._model, buffers), work=Work("copy"))
 
@@ -108,51 +108,51 @@ class BufferAverager:
     async def average(
         self, step: int | None = None, *, last: bool = False, catch_up: bool = False
     ) -> Buffers:
-        """The buffers averaged over all workers that answer, weighted by samples. Workers may be lost meanwhile.
+        """The mean of the buffers over all workers that answer, weighted by samples. Workers may be lost meanwhile.
 
-        They are summed in the order of ranks, so that all workers get the same bits.
+        Buffers are summed in the order of ranks, so that all workers get the same bits.
 
         Args:
-            step: number of steps after which the buffers are asked for; None for the present ones.
+            step: asks for the buffers after this many steps; None for the current ones.
             last: asks for the buffers after each worker's last minibatch. This worker's must be over.
-            catch_up: first copies what the model of the worker with most steps holds, if this one has made fewer.
+            catch_up: first copies the model of the worker with most steps, if this worker has made fewer.
         """
-        mine = await self._own()
+        own = await self._own()
         states: dict[str, OwnState] = {}
         for worker in self._workers():
-            if worker == self._runtime.node or not (mine.buffers or catch_up):
-                states[worker] = mine
+            if worker == self._runtime.node or not (own.buffers or catch_up):
+                states[worker] = own
                 continue
             try:
-                states[worker] = await self._ask(worker, mine, step, last=last)
+                states[worker] = await self._ask(worker, own, step, last=last)
             except (PeerLostError, DeadlineError):
                 pass
             except RefusedError as error:
-                if error.code == "BAD_REQUEST" and not last:  # its model is not like this worker's
+                if error.code == "BAD_REQUEST" and not last:  # its model differs from this worker's
                     raise  # at the end, nothing may keep the parameters from being saved
         furthest = max(states, key=lambda worker: states[worker].steps)
-        if catch_up and states[furthest].steps > mine.steps:
+        if catch_up and states[furthest].steps > own.steps:
             await self._copy(furthest)
         return averaged(list(states.values()))
 
     async def _ask(
-        self, worker: str, mine: OwnState, step: int | None = None, *, last: bool = False
+        self, worker: str, own: OwnState, step: int | None = None, *, last: bool = False
     ) -> OwnState:
-        specs = [spec_of(name, array.shape, array.dtype) for name, array in mine.buffers.items()]
+        specs = [spec_of(name, array.shape, array.dtype) for name, array in own.buffers.items()]
         return await own_state.ask(
             self._endpoint, worker, specs, step=step, last=last, silence_s=self._silence_s
         )
 
     async def _copy(self, worker: str) -> None:
-        """Copies what the model of another worker holds, except for its buffers."""
-        mine = (await self._fixed()).buffers
+        """Copies another worker's model, except for its buffers."""
+        own = (await self._fixed()).buffers
         specs = [
             spec_of(name, array.shape, array.dtype)
-            for name, array in mine.items()
+            for name, array in own.items()
             if not name.startswith(own_state.EXTRA)
         ]
-        theirs = await own_state.ask(self._endpoint, worker, specs, fixed=True, silence_s=self._silence_s)
-        await self._runtime.compute(lambda _: load_fixed(self._model, theirs.buffers), work=Work("copy"))
+        copied = await own_state.ask(self._endpoint, worker, specs, fixed=True, silence_s=self._silence_s)
+        await self._runtime.compute(lambda _: load_fixed(self._model, copied.buffers), work=Work("copy"))
 
     async def _answer(self, step: int | None) -> OwnState:
         if self._kept is not None and self._kept[0] == step:

@@ -1,4 +1,4 @@
-"""A minibatch, and the gradient that is computed from it: a replica hands both to its strategy."""
+"""A minibatch and the gradient computed from it, which a replica passes to its strategy."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Result:
 
     Args:
         loss: mean or sum over samples, as the model's `reduction` says; NaN if unknown.
-        norm: length of the mean gradient before clipping; None if it is not clipped by length.
+        norm: norm of the mean gradient before clipping; None if it is not clipped by norm.
         read_s: seconds spent on reading samples, as part of computing the gradient.
-        squares: |g|² of the mean gradient of each part, and of their mean, where they are measured; else ().
-        refused: why the gradient cannot be used: worker, step, minibatch, and what is not finite; "" if it can.
+        squares: |g|² of each part's mean gradient and of their mean, if measured; else ().
+        refused: why the gradient cannot be used (worker, step, minibatch and what is not finite), or "".
     """
 
     loss: float
@@ -49,10 +49,9 @@ class SampleBatch:
     """A minibatch by name and size.
 
     Args:
-        ref: its name.
-        num_samples: its size; `UNKNOWN` until the gradient is done where a user's loop computes that.
-        samples: the samples, part by part, where only reading them tells how many there are, as in a stream.
-            None: they are read when the gradient is computed.
+        num_samples: its size; `UNKNOWN` until the gradient is done if a user's loop computes it.
+        samples: the samples, part by part, if their number is unknown until they are read, as in a stream. None:
+            they are read when the gradient is computed.
         read_s: seconds that reading `samples` took.
     """
 
@@ -76,20 +75,20 @@ class ComputedGradient:
         batch: the minibatch that it is computed from.
         lr: learning rate of the minibatch.
         step: number of the worker's step: for messages, and for the seed of dropout.
-        mean: it is the mean over samples, even if the model gives sums.
-        sums: (E,) to sum up parts of the minibatch in; needed where there are several.
-        ready: number of elements from the front that are final.
+        mean: it is the mean over samples, even if the model computes sums.
+        sums: (E,) memory to sum up parts of the minibatch, if there are several.
+        ready: number of leading elements that are final.
         task: computes it; None if there are no samples.
-        later: number of the last parts of the batch that are not in this gradient: the worker trains on them while
-            it is exchanged; see `LocalSteps`.
-        later_samples: number of their samples.
-        rest: trains on them, from the moment when this gradient is complete; None if there are none.
+        later: number of the batch's last parts that are not in this gradient: the worker trains on them while the
+            gradient is exchanged; see `LocalSteps`.
+        later_samples: number of samples in those parts.
+        rest: trains on those parts once this gradient is complete; None if there are none.
         on_known: called by `know` and by `refuse`.
-        factors: take the sufficient factors of some layers, in place of their part of the vector; not for a
+        factors: receive the sufficient factors of some layers, instead of their part of the vector; not for a
             minibatch in parts, nor for a mean.
-        rows: takes the gradients of row-sparse tensors, and has none at first; `vector` and `sums` have the
-            layout `Layout.rest` then.
-        sound: number of elements from the front that were reported, and found finite, before one was not.
+        rows: receives the gradients of row-sparse tensors, empty at first; `vector` and `sums` then have the
+            layout `Layout.rest`.
+        sound: number of leading elements that were finite and reported before one that is not finite.
     """
 
     vector: Vector
@@ -119,28 +118,28 @@ class ComputedGradient:
             await asyncio.shield(self.task)
 
     async def over(self) -> None:
-        """Returns when nothing is computed any more of its batch; raises the error of that."""
+        """Returns when nothing of its batch is being computed any more; raises the error of that computation."""
         await self.done()
         if self.rest is not None:
             await asyncio.shield(self.rest)
 
     def know(self, samples: int, lr: float) -> None:
-        """Fills in size and rate, which nobody knew when the gradient was asked for; nothing of it is ready yet."""
+        """Fills in size and rate, unknown when the gradient was requested. Nothing of it is ready yet."""
         self.batch.num_samples, self.lr = samples, lr
         if self.on_known is not None:
             self.on_known()
 
     def refuse(self) -> None:
-        """Takes the samples away: the gradient cannot be used, and changes nothing but what is `sound` and has left."""
+        """Sets the samples to 0, since the gradient cannot be used. Only `sound` elements already sent take effect."""
         self.know(0, self.lr)
         self.ready.advance(len(self.vector))
 
 
 # ---- refusals ----------------------------------------------------------------------------
-# The gradients of a worker that are not finite: nothing of them is used, and each is reported.
+# Gradients that are not finite are not used, and each is reported.
 #
-# No samples are behind such a gradient any more: to the exchange it is that of a worker without samples. The
-# coordinator counts the minibatch as dropped, and decides what becomes of the worker (`coordinator/nodes.py`).
+# Such a gradient gets 0 samples, so the exchange treats the worker as one without samples. The coordinator counts the
+# minibatch as dropped, and decides whether the worker may continue (`coordinator/nodes.py`).
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +147,8 @@ class RefusedGradient:
     """A gradient that is not in the model.
 
     Args:
-        ref: its minibatch.
-        samples: number of samples in it.
-        step: number of the worker's step.
         what: what is wrong with it, in words.
-        in_a_row: number of the worker's refused gradients in a row, with this one.
+        in_a_row: number of consecutive refused gradients of the worker, including this one.
     """
 
     ref: BatchRef
@@ -167,7 +163,7 @@ class Refusals:
 
     Args:
         report: tells the coordinator; None ends the run at the first gradient that is not finite.
-        sound: tells it of the first finite gradient after others.
+        sound: tells the coordinator of the first finite gradient after refused ones.
     """
 
     def __init__(
@@ -180,7 +176,7 @@ class Refusals:
         self._in_a_row = 0
 
     def refuse(self, gradient: ComputedGradient, what: str) -> None:
-        """Takes the samples away from a gradient that has just been computed, so that it is not used.
+        """Refuses a gradient that has just been computed, so that it is not used.
 
         With `overlap`, chunks that were sent during backprop, before the first number that is not finite, are used.
 
@@ -213,10 +209,10 @@ class Refusals:
 
 
 class Observer:
-    """Hears of every gradient and update of a worker, and does nothing."""
+    """Is told of every gradient and update of a worker, and does nothing."""
 
     def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:
         """The gradient of a minibatch is computed."""
 
     def handed_over(self, rank: int, update: Update) -> None:
-        """Gradients have been put into this update, which will be pushed."""
+        """Gradients were added to this update, which will be pushed."""

@@ -23,10 +23,10 @@ from gradstream.worker.schedule import Schedule
 BATCH_SIZE = 256
 
 IGNORED = -100
-"""The class of targets that do not count, as in PyTorch's losses."""
+"""The target class that is ignored, as in PyTorch's losses."""
 
 Compared = Literal["yes", "broadcast", "no"]
-"""Whether outputs and targets can be compared; "broadcast": they have as many elements, in different shapes."""
+"""Whether outputs and targets can be compared; "broadcast": equally many elements in different shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None
             model.outputs(parameters, data.test_batch(np.zeros(1, np.int64)).inputs)
 
 
-def check_goals(found: Evaluation, goals: Collection[str]) -> None:
-    """Checks that an evaluation has what ends the run: "accuracy", "test_loss"; metrics are always there.
+def check_goals(evaluation: Evaluation, goals: Collection[str]) -> None:
+    """Checks that an evaluation has the figures that end the run ("accuracy", "test_loss"; metrics always exist).
 
     Raises:
-        UserCodeError: it has not, so the run would never reach its goal.
+        UserCodeError: one is missing, so the run would never reach its goal.
     """
-    for goal, value in (("accuracy", found.accuracy), ("test_loss", found.loss)):
+    for goal, value in (("accuracy", evaluation.accuracy), ("test_loss", evaluation.loss)):
         if goal in goals and value is None:
             other = "test_loss" if goal == "accuracy" else "accuracy"
             raise UserCodeError(
@@ -138,10 +138,10 @@ def _check_not_broadcast(model: Any, parameters: torch.Tensor, batch: Batch, out
 
 
 def _not_alike(outputs: torch.Tensor, targets: Any) -> UserCodeError:
-    got, given = tuple(outputs.shape), torch.as_tensor(targets)
-    scores = given.is_floating_point() and got[:-1] == tuple(given.shape)
+    got, expected = tuple(outputs.shape), torch.as_tensor(targets)
+    scores = expected.is_floating_point() and got[:-1] == tuple(expected.shape)
     return UserCodeError(
-        f"in an evaluation, outputs have shape {got} and targets {tuple(given.shape)} of {given.dtype}; "
+        f"in an evaluation, outputs have shape {got} and targets {tuple(expected.shape)} of {expected.dtype}; "
         "expected outputs of the shape of the targets (regression), or targets of integers and outputs with "
         "an axis more, one score a class (classification)"
         + ("; labels of classes must be integers: targets.astype('int64')" if scores else "")
@@ -155,7 +155,7 @@ def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | Non
             loss: float = model.held_out_loss(parameters, batch)
             return loss
     except UserCodeError:
-        if model.calls_itself:  # there is no other figure
+        if model.calls_itself:  # the evaluation has no other figure
             raise
         return None
 
@@ -196,7 +196,7 @@ class _Tally:
     elems: int = 0  # number of targets that were compared
     samples: int = 0
     classes: bool = False
-    losses: float = 0.0  # sum of the model's own
+    losses: float = 0.0  # sum of the model's own losses
     has_loss: bool = False
 
     def add_loss(self, loss: float, batch: Batch, reduction: Reduction) -> None:
@@ -279,18 +279,18 @@ def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
 
 
 # ---- due evaluations ---------------------------------------------------------------------
-# Tells after which minibatches of a worker an evaluation is due.
+# Determines after which minibatches of a worker an evaluation is due.
 
 
 class DueEvaluations:
-    """Counts the evaluations of a run, as its minibatches come.
+    """Counts the evaluations of a run as its minibatches arrive.
 
     Args:
         plan: when the run evaluates.
         schedule: tells the place of each minibatch in the run.
 
     Attributes:
-        late: this worker has joined after training had begun: the evaluations before that are not its own.
+        late: this worker joined after training had begun, so earlier evaluations are not its own.
     """
 
     def __init__(self, plan: EvaluationPlan, schedule: Schedule) -> None:
@@ -302,8 +302,8 @@ class DueEvaluations:
     def newly_due(self, refs: Sequence[BatchRef]) -> int | None:
         """The step after which an evaluation has become due with these minibatches; None for none.
 
-        A worker that takes minibatches from a queue may get none of that step: then its first one of a later step
-        counts. No evaluation is due after the very last step, since the final parameters are evaluated anyway.
+        A worker that takes minibatches from a queue may get none of that step; then its first minibatch of a later step
+        counts. No evaluation is due after the last step, since the final parameters are evaluated anyway.
         """
         last = self._schedule.position(refs[-1])
         period = self._plan.period(last)

@@ -1,4 +1,4 @@
-"""Evaluates the model while training continues, on the worker of the lowest rank that is still there."""
+"""Evaluates the model while training continues, on the present worker of the lowest rank."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from gradstream.worker.schedule import Schedule
 class Evaluator:
     """Evaluates the model when that is due, and reports the result.
 
-    In a synchronous run it evaluates the parameters of the round just done; in an asynchronous run, the parameters
-    that this worker swapped in last, with its own steps since. Where each worker has parameters of its own, it
-    fetches the shards'. Buffers are averaged over all workers.
+    In a synchronous run it evaluates the parameters after the last round; in an asynchronous run, the parameters that
+    this worker swapped in last, with its own steps since then. If each worker has parameters of its own, it fetches
+    the shards' parameters. Buffers are averaged over all workers.
 
     Args:
         runtime: runtime of the worker's node.
         member: reports the results.
-        config: says when to evaluate, and by which metrics.
-        schedule: tells the place of each minibatch in the run.
+        config: when to evaluate, and with which metrics.
+        schedule: knows the place of each minibatch in the run.
         averager: averages the buffers of all workers.
-        is_lowest: tells whether this is the worker of the lowest rank that is still there.
-        lead: leads the other processes of this worker's replica, which compute outputs with it; None without others.
+        is_lowest: whether this is the present worker of the lowest rank.
+        lead: leads the other processes of this worker's replica, which compute outputs with it; None without them.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Evaluator:
         self._due = DueEvaluations(config.plan.evaluation, schedule)
 
     async def at_begin(self, replica: Replica, *, late: bool = False) -> None:
-        """Checks before training that the model gives the outputs that metrics need.
+        """Checks before training that the model computes the outputs that metrics need.
 
         Args:
-            replica: has the first parameters.
-            late: this worker has joined after training had begun: the evaluations before that are not its own.
+            replica: has the initial parameters.
+            late: this worker joined after training had begun, so earlier evaluations are not its own.
 
         Raises:
             UserCodeError: the model does not.
@@ -124,15 +124,15 @@ class Evaluator:
         def look(_: object) -> Evaluation:
             model = config.model if given is None else given
             with nullcontext() if given is not None else with_buffers(config.model, buffers):
-                found = evaluate(model, parameters, data, config.plan.evaluation.metrics)
-            check_goals(found, config.plan.evaluation.goals)
+                evaluation = evaluate(model, parameters, data, config.plan.evaluation.metrics)
+            check_goals(evaluation, config.plan.evaluation.goals)
             if (
                 config.plan.evaluation.keep_best and given is None
             ):  # parts of a split model are on several processes
-                self._keep_if_best(done.step, parameters, buffers, found)
-            return found
+                self._keep_if_best(done.step, parameters, buffers, evaluation)
+            return evaluation
 
-        found = await self._runtime.compute(
+        evaluation = await self._runtime.compute(
             look,
             work=Work("evaluate", samples=data.num_test_samples),
             reads=[replica.parameters.all],
@@ -144,18 +144,20 @@ class Evaluator:
                 step=done.step,
                 epoch=ref.epoch,
                 samples=round(done.epoch * num_samples) if num_samples else 0,
-                accuracy=found.accuracy,
-                loss=found.loss,
-                metrics=found.metrics,
-                held_out=found.num_samples,
+                accuracy=evaluation.accuracy,
+                loss=evaluation.loss,
+                metrics=evaluation.metrics,
+                held_out=evaluation.num_samples,
                 seconds=(self._runtime.now() - begun_ns) / 1e9,
                 final=final,
             )
         )
         self._member.hurry()  # the result may end the run
 
-    def _keep_if_best(self, step: int, parameters: torch.Tensor, buffers: Buffers, found: Evaluation) -> None:
-        """Keeps these parameters where no evaluation was as good. A disk that does not take them ends nothing."""
+    def _keep_if_best(
+        self, step: int, parameters: torch.Tensor, buffers: Buffers, evaluation: Evaluation
+    ) -> None:
+        """Keeps these parameters if no evaluation was as good. A disk error does not end the run."""
         if isinstance(self._runtime.storage, ElsewhereStorage):  # worker 0 was lost, or is on another machine
             text = (
                 f"{self._runtime.node} evaluates now, on another machine than the run directory: checkpoints/best has "
@@ -167,8 +169,12 @@ class Evaluator:
             return
         try:
             until = self._config.plan.evaluation.until
-            score = None if until is None else until.score(found.accuracy, found.loss, found.metrics)
-            best = Evaluated(step, found.accuracy, found.loss, score)
+            score = (
+                None
+                if until is None
+                else until.score(evaluation.accuracy, evaluation.loss, evaluation.metrics)
+            )
+            best = Evaluated(step, evaluation.accuracy, evaluation.loss, score)
             keep_if_best(self._runtime.storage, self._config.model, parameters, buffers, best)
         except OSError as error:
             why = disk_error(error)

@@ -1,4 +1,4 @@
-"""A worker's exchange as its node sees it, for every way of exchange."""
+"""`Exchange`: a worker's exchange as its node sees it, in every topology."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.replica import Replica
 
 MAX_TRANSFERS = 128
-"""Number of transfers that are reported one by one between two reports of process metrics."""
+"""Number of transfers reported individually between two reports of process metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class ExchangeContext:
         runtime: runtime of the worker's node.
         endpoint: endpoint of the worker's node.
         member: the node's membership; the run has begun.
-        config: what this process has of the run's plan.
-        late: whether this worker has joined after training had begun.
-        init: fills a vector with the model's first parameters.
-        is_lowest: whether this is the worker of the lowest rank that is still there.
+        config: this process's part of the run's plan.
+        late: whether this worker joined after training had begun.
+        init: fills a vector with the model's initial parameters.
+        is_lowest: whether this is the present worker of the lowest rank.
         failed: reports that this node cannot continue.
-        carried: what this process has of the checkpoint from which the phase continues.
+        carried: this process's in-memory part of the checkpoint from which the phase continues.
     """
 
     runtime: Runtime
@@ -50,12 +50,12 @@ class ExchangeContext:
 
     @property
     def resume(self) -> Resume | None:
-        """Where the exchange continues; None if it begins, as rounds of gradients always do."""
+        """Where the exchange continues; None if it begins anew, as rounds of gradients always do."""
         return None if self.config.plan.averages_gradients else self.config.plan.resume
 
 
 class Exchange(ABC):
-    """One worker's exchange, from its first parameters to the final ones.
+    """One worker's exchange, from the initial parameters to the final ones.
 
     Args:
         context: the worker's place in the run.
@@ -72,18 +72,18 @@ class Exchange(ABC):
 
     @abstractmethod
     async def begin(self) -> None:
-        """Gives all workers the same first parameters, or those of a checkpoint."""
+        """Gives all workers the same initial parameters, or those of a checkpoint."""
 
     @abstractmethod
     async def train(self) -> None:
         """Runs the strategy on this worker."""
 
     async def flush(self) -> None:
-        """Returns when everything that the strategy has pushed is in the model: at once, unless servers have it."""
+        """Waits until everything that the strategy has pushed is in the model; without servers, it already is."""
         return
 
     async def finish(self) -> None:
-        """Gets the final parameters into the replica, unless it has them."""
+        """Brings the final parameters into the replica, unless it has them."""
         return
 
     @abstractmethod
@@ -91,11 +91,11 @@ class Exchange(ABC):
         """Events of the traffic since the last report."""
 
     def carry(self) -> None:
-        """Keeps in memory what another phase continues from, where every worker has all of it; see `Carried`."""
+        """Keeps in memory what the next phase continues from, if every worker has all of it; see `Carried`."""
         return
 
     async def close(self) -> None:
-        """Ends what runs beside the strategy. Idempotent."""
+        """Ends the tasks that run beside the strategy. Idempotent."""
         if self._task is not None:
             self._task.cancel()
 
@@ -107,7 +107,7 @@ class Exchange(ABC):
 
 
 class Transfers:
-    """Reports transfers one by one, up to `MAX_TRANSFERS` between two `ExchangeEvent`s.
+    """Reports transfers individually, up to `MAX_TRANSFERS` between two `ExchangeEvent`s.
 
     Args:
         rank: rank of this worker.
@@ -130,5 +130,5 @@ class Transfers:
             )
 
     def accounted(self) -> None:
-        """Begins to count anew, after an `ExchangeEvent`."""
+        """Restarts the count, after an `ExchangeEvent`."""
         self._left = MAX_TRANSFERS

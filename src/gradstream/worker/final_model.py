@@ -24,13 +24,13 @@ BEST_MODEL = "checkpoints/best/model.safetensors"
 BEST_EVALUATION = "checkpoints/best/evaluation.json"
 
 WAIT_S = 60.0
-"""Seconds to wait for room on a full disk. It is worth waiting: the final parameters are the run's result."""
+"""Seconds to wait for room on a full disk: losing the final parameters, the run's result, would cost more."""
 
 
 async def write_final_model(
     runtime: Runtime, model: Model, replica: Replica, buffers: Buffers, emit: Callable[[Event], None]
 ) -> None:
-    """Writes the replica's parameters and the buffers. The strategy can call no operation of the replica any more.
+    """Writes the replica's parameters and the buffers. The strategy can no longer use the replica.
 
     While the disk is full, waits up to `WAIT_S` for room.
 
@@ -38,7 +38,7 @@ async def write_final_model(
         emit: called with an event if it waits.
 
     Raises:
-        DiskError: the disk is still full, or broken; the file is missing then, or an older one.
+        DiskError: the disk is still full, or broken; then the file is missing or an older one.
     """
     replica.retire()  # makes room for the copy that is written
 
@@ -75,10 +75,10 @@ async def write_final_model(
 def keep_if_best(
     storage: Storage, model: Model, parameters: torch.Tensor, buffers: Buffers, found: Evaluated
 ) -> None:
-    """Writes the parameters that were evaluated, if the run has had no evaluation as good. See `Evaluated.rank`.
+    """Writes the evaluated parameters if no earlier evaluation of the run was as good. See `Evaluated.rank`.
 
     Raises:
-        OSError: the disk does not take them. The files are as before, or the evaluation is the older one.
+        OSError: they cannot be written. The files are as before, or the evaluation is the older one.
     """
     try:
         before = json.loads(storage.read(BEST_EVALUATION))
@@ -88,7 +88,7 @@ def keep_if_best(
         ):
             return
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        pass  # there is none, or a damaged one
+        pass  # the file is missing or damaged
     if tree := model.tree(parameters):
         storage.write(BEST_MODEL, save({**tree, **buffers}))
         storage.write(BEST_EVALUATION, json.dumps(dataclasses.asdict(found)).encode())

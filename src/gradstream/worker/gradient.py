@@ -3,8 +3,8 @@
     Σ or mean over the minibatch  ◀── k parts, one after the other, summed in one more vector
     clip_value: each element to [-c, c]      clip_norm: g ← g · min(1, c / |g|)
 
-A worker clips its own gradient before any exchange, as a mean over samples. The mean of the workers' clipped
-gradients is no longer than c either. With one worker, clipping does the same as PyTorch's `clip_grad_norm_`.
+A worker clips its own mean gradient before any exchange, so the norm of the mean over workers does not exceed c
+either. With one worker, clipping equals PyTorch's `clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BLOCK_ELEMS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Bounds of a worker's mean gradient.
+    """Limits for a worker's mean gradient.
 
     Args:
-        norm: largest length over all parameters; None for no bound.
-        value: greatest absolute value of an element; None for no bound. Applied before `norm`.
+        norm: largest norm over all parameters; None for no limit.
+        value: largest absolute value of an element; None for no limit. Applied before `norm`.
     """
 
     norm: float | None = None
@@ -52,13 +52,13 @@ class Clip:
         Args:
             gradient: (E,), finite.
             num_summed: number of samples that it is the sum over; 1 for a mean.
-            rows: gradients of row-sparse tensors, which belong to it too.
+            rows: the part of it for row-sparse tensors.
 
         Returns:
-            Length of the mean gradient before `norm` was applied; None without `norm`.
+            Norm of the mean gradient before `norm` was applied; None without `norm`.
 
         Raises:
-            NonFiniteError: the dtype cannot hold the length.
+            NonFiniteError: the norm overflows.
         """
         if self.value is not None:
             gradient.clamp_(-self.value * num_summed, self.value * num_summed)
@@ -96,7 +96,7 @@ class GradientSource(Protocol):
         ...
 
     def passes(self, batch: SampleBatch) -> int:
-        """How many gradients of the model it takes, one after the other."""
+        """Number of gradients of the model that it takes, one after the other."""
         ...
 
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
@@ -110,10 +110,10 @@ class GradientSource(Protocol):
 
 @runtime_checkable
 class JointSource(GradientSource, Protocol):
-    """A source whose gradients several processes compute together, each its part: not on one thread at once."""
+    """A source whose gradients several processes compute together, so not in one call on one thread."""
 
     async def compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
-        """As `compute`, which it replaces."""
+        """Replaces `compute`."""
         ...
 
 
@@ -189,7 +189,7 @@ class Differentiator:
         return ends[-1:] if self._held(gradient.mean) else ends
 
     def _held(self, mean: bool) -> bool:
-        """Whether no element is final before the whole gradient is computed."""
+        """Whether elements are final only when the whole gradient is computed."""
         return bool(self._clip) or self._measures or (mean and self._model.reduction == "sum")
 
     def passes(self, batch: SampleBatch) -> int:
@@ -201,10 +201,10 @@ class Differentiator:
         return tuple(self._read(part, step) for part in parts_of(self._plan, ref))
 
     def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> Result:
-        """See `GradientSource`. The minibatch has samples; those that it does not bring are read.
+        """See `GradientSource`. The minibatch must have samples; they are read unless it brings them.
 
         Raises:
-            UserCodeError, GradientError, DataError: naming worker, step, data epoch and minibatch.
+            UserCodeError, GradientError, DataError: the message names worker, step, data epoch and minibatch.
         """
         self._read_ns = 0
         self._squares, self._sizes = [], set()
@@ -270,7 +270,7 @@ class Differentiator:
         return loss
 
     def _measured(self, part: Batch) -> Callable[[torch.Tensor], None]:
-        """What measures the gradient of a part as it was computed, block by block, before others are added."""
+        """Returns a function that measures a part's gradient, block by block, before others are added."""
         if not self._measures:
             return _unmeasured
         summed = part.num_samples if self._model.reduction == "sum" else 1
@@ -295,7 +295,7 @@ class Differentiator:
         seed = hash_seed(self._seed, self._rank, gradient.step, index)
         beside: dict[str, Any] = (
             {"factors": gradient.factors} if gradient.factors else {}
-        )  # only some models know of it
+        )  # only some models accept it
         tables = gradient.rows if gradient.rows is not None and gradient.rows.tables else None
         if tables is not None:
             beside["rows"] = RowGradient(tables.tables, into.dtype)
@@ -341,7 +341,7 @@ def _square(vector: torch.Tensor) -> float:
 
 
 def _unmeasured(block: torch.Tensor) -> None:
-    """Nobody asks for the variance of the gradients."""
+    """Does nothing: nobody asks for the variance of the gradients."""
 
 
 def _unreported(elems: int) -> None:
@@ -373,7 +373,7 @@ class _Final:
 
 @dataclass(slots=True)
 class Looked:
-    """A `Report` that reports elements once they have been looked at: from the first that is not finite on, none."""
+    """A `Report` that passes elements on only up to the first one that is not finite."""
 
     gradient: ComputedGradient
     report: Report
@@ -392,7 +392,7 @@ class Looked:
 
 
 def _parts(gradient: ComputedGradient) -> Iterator[torch.Tensor]:
-    """All numbers of a gradient: the sufficient factors of a layer that has them, instead of its elements."""
+    """All numbers of a gradient, with sufficient factors instead of elements for layers that have them."""
     done, elements = 0, gradient.vector.tensor
     for factor in (gradient.factors or {}).values():
         if factor.state != "refused":
@@ -406,7 +406,7 @@ def _parts(gradient: ComputedGradient) -> Iterator[torch.Tensor]:
 
 
 def hash_seed(seed: int, rank: int, step: int, part: int = 0) -> int:
-    """The seed for the randomness of one gradient (dropout), a function of its arguments alone."""
+    """The seed for the randomness (dropout) of one gradient, a function of only its arguments."""
     value = seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB
     value = (value + part * 0xD6E8FEB86659FD93) & (2**64 - 1)
     value ^= value >> 31

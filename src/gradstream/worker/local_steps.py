@@ -1,8 +1,8 @@
-"""`LocalSteps`: in place of a gradient, the way that a worker comes when it trains alone for some minibatches.
+"""`LocalSteps`: pseudo-gradients, the distance that a worker moves in some minibatches of local training.
 
 w_i ← w;   for each part of the minibatch:  w_i ← InnerOpt(w_i, g);   "gradient" ← w - w_i
 
-`LocalParameters` gives w_i itself, where each worker continues with parameters of its own.
+`LocalParameters` yields w_i itself, for strategies in which each worker keeps parameters of its own.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from gradstream.worker.gradient import Differentiator
 from gradstream.worker.updater import Updater, UpdateRule
 
 UNSENT = "unsent"
-"""Name of how far a worker has come since its last exchange began, in checkpoints."""
+"""Name of the vector of unsent steps since the last exchange began, in checkpoints."""
 
 
 class LocalSteps(Differentiator):
-    """Implements `GradientSource`: w - w_i, as a mean over samples, or times their number for models that give sums.
+    """Implements `GradientSource`: w - w_i as a mean over samples, or times their number for models that compute sums.
 
-    With `unsent` the last minibatches of a round may be left for later (`ComputedGradient.later`): `go_on` trains on
-    them while w - w_i is exchanged. How far they have led is in the w - w_i of the next round, which begins there:
+    With `unsent`, the last minibatches of a round may be deferred (`ComputedGradient.later`): `go_on` trains on them
+    while w - w_i is exchanged, and their steps u are part of the w - w_i of the next round:
 
         w_i ← w - u;   minibatches;   "gradient" ← w - w_i;   w_i' ← w_i;   minibatches of `later`;   u ← w_i' - w_i
 
-    A step that is computed again, since its round was given up, begins with u and the inner optimizer's state as they
-    were. A minibatch of `later` whose loss or gradient is not finite sets u to zero, and the next step is refused.
+    A step that is repeated after its round was given up starts from the earlier u and inner optimizer state. If a
+    minibatch of `later` is not finite, u is set to zero and the next step is refused.
 
     Args:
-        arguments: as for `Differentiator`. Gradients of minibatches are clipped one by one.
-        memory: allocates w_i, the inner optimizer's state and a copy of that.
+        arguments: as for `Differentiator`. Each minibatch's gradient is clipped.
+        memory: allocates w_i, the inner optimizer's state and a copy of that state.
         rule: the inner optimizer.
-        unsent: u, (E,); None if no minibatches are left for later.
+        unsent: u, (E,); None if no minibatches are deferred.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class LocalSteps(Differentiator):
         self._local = memory.allocate(elems, dtype, "local parameters", lead_bytes=layout.lead_bytes)
         self._updater = Updater(memory.allocate, *rule, [(0, elems)], dtype)
         self._unsent = unsent
-        self._beside: Vector | None = None  # gradients of `later`, while the step's own vector is exchanged
+        self._beside: Vector | None = None  # gradients of `later`, while the step's vector is exchanged
         if unsent is not None:
             self._beside = memory.allocate(elems, dtype, "gradient beside", lead_bytes=layout.lead_bytes)
         self._kept: dict[str, Vector] = self._copies(memory)
         self._updates = 0
         self._begun = (-1, 0)  # the current step, and the updates before it
-        self._spoilt = self._to_refuse = ""  # why the next step is to be refused, and why the current one is
+        self._spoilt = self._to_refuse = ""  # why the next step, and the current one, will be refused
 
     @property
     def _states(self) -> Mapping[str, Vector]:
-        """What is kept from step to step."""
+        """Vectors that are kept from step to step."""
         return self._updater.state if self._unsent is None else {**self._updater.state, UNSENT: self._unsent}
 
     def _copies(self, memory: Memory) -> dict[str, Vector]:
-        """Memory for what is kept, as it was before the current step."""
+        """Memory for copies of these vectors from before the current step."""
         layout = self._model.layout
         return {name: memory.allocate(layout.elems, layout.dtype, f"kept {name}") for name in self._states}
 
@@ -104,7 +104,7 @@ class LocalSteps(Differentiator):
         """Trains on `later`. Returns the figures of the whole step.
 
         Args:
-            gradient: complete, and perhaps summed with those of others by now: it is not looked at.
+            gradient: the complete gradient. It is not read, since it may already contain those of other workers.
             before: its figures.
 
         Raises:
@@ -142,7 +142,7 @@ class LocalSteps(Differentiator):
     def _go(
         self, gradient: ComputedGradient, into: torch.Tensor, *, later: bool = False
     ) -> tuple[float, float | None]:
-        """The mean loss, or its sum, and the largest length of a gradient before it was clipped."""
+        """The mean loss (or sum), and the largest norm of a gradient before clipping."""
         batch, local = gradient.batch, self._local.tensor
         sums = self._model.reduction == "sum"
         samples = gradient.later_samples if later else batch.num_samples - gradient.later_samples
@@ -170,7 +170,7 @@ class LocalSteps(Differentiator):
         return loss, norm
 
     def _put(self, parameters: torch.Tensor, gradient: ComputedGradient) -> None:
-        """Writes the result where gradients are written."""
+        """Writes the result into the gradient's vector."""
         into = gradient.vector.tensor
         torch.sub(parameters, self._local.tensor, out=into)
         if self._model.reduction == "sum" and not gradient.mean:
@@ -178,7 +178,7 @@ class LocalSteps(Differentiator):
 
 
 class LocalParameters(LocalSteps):
-    """Implements `GradientSource`: w_i. No step is computed again, so the inner optimizer's state has no copy."""
+    """Implements `GradientSource` by w_i. No step is ever repeated, so the inner optimizer's state has no copy."""
 
     @property
     def state(self) -> Mapping[str, Vector]:
@@ -192,7 +192,7 @@ class LocalParameters(LocalSteps):
 
     @updates.setter
     def updates(self, count: int) -> None:
-        """Goes on after this many inner steps."""
+        """Sets the number of inner steps so far."""
         self._updates = count
 
     def _copies(self, memory: Memory) -> dict[str, Vector]:

@@ -1,9 +1,8 @@
 """A user's training loop, as the source of a worker's minibatches and gradients.
 
-The strategy asks for a gradient, as in any run. Here that gives the loop its turn: the loop continues with the
-present parameters, and hands over a gradient when it wants to make a step. Only then is known how many samples
-the minibatch had, at which rate it is to be applied, and whether there was one at all: if the loop has ended
-instead, the minibatch has no samples and changes nothing.
+The strategy asks for a gradient, as in any run. This gives the loop its turn: it continues with the current parameters,
+and submits a gradient when it wants to make a step. Only then are the minibatch's samples and learning rate known. If
+the loop has ended instead, the minibatch has no samples and changes nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Round:
 
     Args:
         gradient: (E,), for the loop to write from the front, in the order of the layout.
-        known: to be called first, with the turn's samples and rate, where elements are reported one by one.
-        report: to be called with the number of elements from the front that are final: they may be sent.
+        known: to be called first, with the turn's samples and rate, if elements are reported as they become final.
+        report: to be called with the number of leading elements that are final and may be sent.
     """
 
     gradient: torch.Tensor
@@ -65,11 +64,11 @@ class EndingSource(Protocol):
     """Knows when a run of unplanned length is over: the coordinator, through `WorkerRequests`."""
 
     async def ending(self, batches: int, samples: int, next_round: int) -> bool:
-        """Whether the run is over for a worker whose loop has ended; else the worker takes part in `next_round`."""
+        """Whether the run is over for a worker whose loop has ended. If not, the worker takes part in `next_round`."""
         ...
 
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Hears that a loop begins an epoch: see `Reassignment.begun`."""
+        """Notes that a loop begins an epoch: see `Reassignment.begun`."""
         ...
 
     async def take_over(
@@ -109,7 +108,7 @@ class Loop(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the user's loop has ended. A latest minibatch without samples was then none of the loop's steps."""
+        """Whether the user's loop has ended. Then a last minibatch without samples was not one of its steps."""
         ...
 
     @property
@@ -124,7 +123,7 @@ class Loop(Protocol):
 
     @property
     def behind(self) -> tuple[int, int] | None:
-        """Samples handed over since its last whole step, and number of whole steps; None if each turn is a step."""
+        """Samples submitted since the last whole step, and number of whole steps; None if each turn is a step."""
         ...
 
     def begin(self, context: LoopContext) -> None:
@@ -139,19 +138,19 @@ class Loop(Protocol):
         ...
 
     def logged(self) -> Iterable[LogEvent]:
-        """What the loop has logged since the last call."""
+        """The loop's log entries since the last call."""
         ...
 
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
-        """The run is over: takes the final parameters (E,) and buffers, which are the same for all workers."""
+        """Receives the final parameters (E,) and buffers, equal on all workers, when the run is over."""
         ...
 
 
 class LoopSource:
-    """Implements `BatchSchedule` and `GradientSource` by turns of a loop, whose gradients are means over samples.
+    """Implements `BatchSchedule` and `GradientSource` by turns of a loop whose gradients are means over samples.
 
-    In rounds, minibatches without samples follow after the loop has ended, until all other loops have ended too
-    (see `OpenLedger`).
+    In rounds, a loop that has ended is followed by minibatches without samples until all loops have ended (see
+    `OpenLedger`).
 
     Args:
         loop: computes the gradients.
@@ -160,7 +159,7 @@ class LoopSource:
         endings: asked whether the run is over.
 
     Attributes:
-        state, updates: as those of `LocalParameters`: a loop's own optimizer has its state.
+        state, updates: as of `LocalParameters`; here the loop's own optimizer has its state.
     """
 
     elsewhere = True
@@ -172,7 +171,7 @@ class LoopSource:
         self._endings = endings
         self.state: Mapping[str, Vector] = {}
         self.updates = 0
-        self._turn = Turn(0, 0.0, 0.0)  # the present or last one, as far as it is known
+        self._turn = Turn(0, 0.0, 0.0)  # the current or last turn, as far as known
         self._silent_samples = 0
 
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
@@ -200,7 +199,7 @@ class LoopSource:
 
     def place(self, ref: BatchRef) -> int:
         """See `BatchSchedule`: not called, since a loop's data has no order that is known."""
-        raise InternalError(f"{ref} of a loop of the user's has no place in a pass")
+        raise InternalError(f"{ref} of a user's loop has no place in a pass")
 
     def missed(self, done: int, version: int) -> Sequence[BatchRef]:
         """See `BatchSchedule`: a loop takes part in every round."""
@@ -229,7 +228,7 @@ class LoopSource:
 
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
         """See `GradientSource`: not called, since the loop reads its own samples."""
-        raise InternalError(f"{ref} of step {step} is read in a loop of the user's")
+        raise InternalError(f"{ref} of step {step} is read in a user's loop")
 
     def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> Result:
         """See `GradientSource`: one turn of the loop."""

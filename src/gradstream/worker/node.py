@@ -43,11 +43,11 @@ from gradstream.worker.replica import Replica
 from gradstream.worker.schedule import BatchQueue, BatchSource, Schedule, ShareReporter
 
 # ---- recorder ----------------------------------------------------------------------------
-# Records everything that a worker is told and a replay could not determine again.
+# Records everything that a worker is told and a replay could not reconstruct.
 
 
 class WorkerRecorder:
-    """Records the minibatches that a worker is assigned, and where it stands and is resumed.
+    """Records the minibatches that a worker is assigned, and where it is stopped and resumed.
 
     Each entry is written at once, so that none is lost if the worker is killed.
 
@@ -86,7 +86,7 @@ class WorkerRecorder:
 
 
 async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Vector) -> None:
-    """Writes the model's first parameters, which depend on the seed alone.
+    """Writes the model's initial parameters, which depend only on the seed.
 
     Args:
         config: configuration of the worker.
@@ -111,10 +111,10 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
 
 
 async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, resume: Resume) -> bool:
-    """Restores what this worker had of its own: buffers, samples gone through, and the state of a user's loop.
+    """Restores this worker's own state: buffers, sample count, and the state of a user's loop.
 
     Returns:
-        Whether the buffers are those of the checkpoint. False: the checkpoint is not on this worker's disk.
+        Whether the buffers come from the checkpoint. False: the checkpoint is not on this worker's disk.
 
     Raises:
         DataError, OSError: the checkpoint cannot be read.
@@ -131,7 +131,7 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
             replica.samples = kept.samples
     if config.loop is not None:
         replica.samples = resume.samples.get(runtime.node, 0)
-        frozen = list(fixed_of(model).frozen)  # the script may have made different ones this time
+        frozen = list(fixed_of(model).frozen)  # the script may have frozen different parameters this time
         if frozen:
             read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
             load_fixed(model, await runtime.beside(read, work=Work("restore")))
@@ -149,7 +149,7 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
 VITALS_EVERY_S = 1.0
 
 GONE = ("NOT_MEMBER", "BAD_CERTIFICATE")
-"""Codes by which other nodes refuse one that was a member, and is none any more."""
+"""Codes with which other nodes refuse a node that is no longer a member."""
 
 
 class WorkerNode:
@@ -195,7 +195,7 @@ class WorkerNode:
         if config.plan.parts > 1:
             self._lead = ReplicaLead(runtime, endpoint, member, config, self._batch_gate, self._failed)
         self._source = self._make_source()
-        self._evaluator: Evaluator | None = None  # a user's loop evaluates as it likes
+        self._evaluator: Evaluator | None = None  # none for a user's loop, which evaluates itself
         if isinstance(self._source, Schedule):
             self._evaluator = Evaluator(
                 runtime, member, config, self._source, self._averager, self._is_lowest, self._lead
@@ -262,10 +262,10 @@ class WorkerNode:
             await self._member.leave()
 
     def drain(self) -> None:
-        """Lets this worker finish its minibatch, bring all that it has computed into the model, and leave the run.
+        """Lets this worker finish its minibatch, flush all its results into the model, and leave the run.
 
-        For strategies that continue without a lost worker. `run` raises DrainedError then. Other workers get the
-        minibatches that this one has not begun, so each sample still counts once.
+        For strategies that continue without a lost worker. `run` then raises DrainedError. Other workers get the
+        minibatches that this worker has not begun, so each sample still counts once.
         """
         self._batch_gate.leave(self._member.depart)
 
@@ -306,7 +306,7 @@ class WorkerNode:
             self._batch_gate.stand()
             if config.loop is not None:
                 await exchange.finish()
-            await self._averager.freeze()  # others may ask after this one has its average
+            await self._averager.freeze()  # others may still ask when this worker has its average
             if config.loop is not None:  # every worker's loop continues with the final parameters
                 buffers = await self._averager.average(last=True, catch_up=config.plan.averages_gradients)
                 config.loop.finish(replica.parameters.tensor, buffers)
@@ -338,17 +338,17 @@ class WorkerNode:
         )
 
     def _is_lowest(self) -> bool:
-        """Whether this is the worker of the lowest rank that is still there."""
-        # A notice lists workers by rank; a thousand workers ask this at each of a thousand notices.
+        """Whether this is the present worker of the lowest rank."""
+        # Uses that a notice lists workers by rank: a thousand workers ask this at each of a thousand notices.
         nodes = self._member.notice.nodes
         return next((node.name for node in nodes if node.role == "worker"), None) == self._runtime.node
 
     # ---- the end ------------------------------------------------------------------------
 
     async def _conclude(self, exchange: Exchange) -> None:
-        """Reports that this worker has finished. The worker of the lowest rank keeps the parameters first.
+        """Reports that this worker has finished. The worker of the lowest rank first saves the parameters.
 
-        If that worker dies, even now, the next one keeps them. Where another phase of the job follows, nobody does.
+        If that worker dies, even now, the next one saves them. If another phase of the job follows, nobody does.
         """
         if self._config.plan.follows:
             await self._member.heard(lambda: self._batch_gate.ending or self._is_over())
@@ -409,7 +409,7 @@ class WorkerNode:
 
 
 def first_version_of(config: WorkerConfig) -> int | None:
-    """Version that a worker's first minibatch is for, where rounds may continue without it; see `Schedule`."""
+    """Version that a worker's first minibatch is for, if rounds may continue without it; see `Schedule`."""
     quorum = None
     if isinstance(config.plan.strategy, ServerStrategy):
         quorum = config.plan.strategy.quorum(config.plan.workers)
@@ -419,7 +419,7 @@ def first_version_of(config: WorkerConfig) -> int | None:
 
 
 def init_of(config: WorkerConfig, runtime: Runtime) -> Callable[[Vector], Awaitable[None]]:
-    """What fills a vector with the first parameters of a worker's model."""
+    """Returns a function that fills a vector with the initial parameters of a worker's model."""
     return partial(fill_parameters, config, runtime)
 
 
@@ -428,10 +428,10 @@ async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
 
 
 def eviction_of(error: Exception, member: Member) -> EvictedError | None:
-    """What a node raises instead of an error, where the run has counted the node as lost; None if it has not.
+    """The error to raise instead if the run has counted this node as lost; None if it has not.
 
-    The coordinator says so. Or a node says so that has heard of it earlier: the caller is not a member any more, or its
-    certificate was revoked. The worker of a split replica is lost with any of its parts.
+    Either the coordinator reports it, or another node does that learned of it earlier: the caller is no longer a
+    member, or its certificate was revoked. The worker of a split replica is lost with any of its parts.
     """
     if member.evicted is not None:
         return member.evicted

@@ -1,9 +1,9 @@
 """A worker as its strategy sees it: one model replica with its minibatches and its gradients.
 
-This is the part that does not depend on the way of exchange. The operations of each way are in `server.py` (a
-parameter server; `rows.py` where only changed rows are exchanged), `group.py` (a group of workers without
-servers) and `shared.py` (one vector in shared memory). Minibatches and gradients come from the job's model and
-data, or from a user's loop: see `BatchSchedule` and `GradientSource`.
+This module does not depend on the exchange topology. `server/` (a parameter server, with `rows.py` for exchanging only
+changed rows), `group/` (a group of workers without servers), `pairs/` and `shared/` (one vector in shared memory) add
+the operations of each. Minibatches and gradients come from the job's model and data, or from a user's loop: see
+`BatchSchedule` and `GradientSource`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from gradstream.worker.schedule import BatchSchedule, Schedule, ScheduleHooks
 from gradstream.worker.updater import LocalRule
 
 # ---- step meter --------------------------------------------------------------------------
-# Measures a worker's steps, and describes each as an event.
+# Measures a worker's steps, and makes an event of each.
 
 
 class StepMeter:
-    """Times a worker's steps, and keeps the figures that are reported with each.
+    """Times a worker's steps, and collects the figures that are reported with each.
 
     Args:
         runtime: runtime of the worker's node.
-        attribution: notes from the exchange: for which nodes this worker had to wait.
+        attribution: records for which nodes this worker had to wait.
 
     Attributes:
         result: figures of the gradient that was computed last.
-        late: a shard dropped the current step's update, which came after its round.
+        late: a shard dropped the current step's update because it came after its round.
     """
 
     def __init__(self, runtime: Runtime, attribution: WaitAttribution) -> None:
@@ -69,7 +69,7 @@ class StepMeter:
         self._stopwatch.computed(begun_ns, self._runtime.now())
 
     def worked(self, begun_ns: int) -> None:
-        """Other arithmetic has kept the worker waiting since `begun_ns`: a sum, a local step."""
+        """The worker has waited for other arithmetic (a sum, a local step) since `begun_ns`."""
         self._stopwatch.worked(begun_ns, self._runtime.now())
 
     def event(self, rank: int, step: int, batch: SampleBatch, lr: float) -> StepEvent:
@@ -102,8 +102,8 @@ class StepMeter:
         )
 
 
-# ---- attendance --------------------------------------------------------------------------
-# A worker's presence in its run: whether it may begin a minibatch, and whether others wait for it.
+# ---- pausable gate -----------------------------------------------------------------------
+# Whether a worker may begin a minibatch, and whether others wait for it.
 
 
 class PausableGate:
@@ -113,17 +113,16 @@ class PausableGate:
 
     Args:
         gate: the gate.
-        meter: told when a step begins: with the wait for clocks, if there are any.
+        meter: told when a step begins, including its wait for clocks.
         flush: returns when everything that the worker has computed is in the model.
         server: told when the worker is paused and resumed; None if it cannot be paused.
-        before: awaited before each minibatch, where the worker waits for the clocks of others.
+        before: awaited before each minibatch, to wait for the clocks of other workers.
         waited_for: updates wait for this worker.
-        late: the worker has joined after training had begun: nobody waits for it before it resumes.
+        late: the worker joined after training had begun, so nobody waits for it before it resumes.
 
     Attributes:
         between: the worker is between two minibatches.
         resumed: the worker was paused before its current minibatch.
-        waited_for: see above.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class PausableGate:
         return gate
 
     async def stand(self) -> None:
-        """Brings everything into the model: the worker stands until it passes the gate again."""
+        """Flushes everything into the model: the worker stands still until it passes the gate again."""
         if self._gate.flush_others is not None:
             await self._gate.flush_others()
         await self._flush()
@@ -172,7 +171,7 @@ class PausableGate:
         self._gate.stand()
 
     async def leave(self) -> None:
-        """The worker has no more minibatches: no clock waits for it any more."""
+        """Notes that the worker has no more minibatches, so no clock waits for it."""
         if self._before is not None:
             await self._pause()
 
@@ -195,7 +194,7 @@ class PausableGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaContext:
-    """The parts that every replica needs, whether it exchanges with servers, in a group or in shared memory.
+    """What every replica needs, in any topology.
 
     Args:
         runtime: runtime of the worker's node.
@@ -206,17 +205,16 @@ class ReplicaContext:
         num_workers: number of workers, W.
         rule: the update rule, for steps that the worker makes itself.
         batch_gate: asked before each minibatch whether the worker may begin it.
-        joins: whether a minibatch has several parts (`accumulate`), so that the gradients of the parts need one
-            more vector in which they are summed.
+        joins: whether a minibatch has several parts (`accumulate`), whose gradients are summed in another vector.
         first_step: number of the first step; above 0 in a resumed run.
         on_receipt: called with minibatches that are now in the model.
         on_step: called with the event of each step.
-        on_boundary: awaited between two minibatches, while the parameters do not change. It gets the replica, and
-            the minibatches since the last call: the one just done, and those of rounds that the worker missed.
+        on_boundary: awaited between two minibatches, while the parameters do not change, with the replica and the
+            minibatches since the last call, including those of rounds that the worker missed.
         refusals: refuses gradients that are not finite.
         watch: called for each gradient and each update.
-        late: whether the worker has joined after training had begun.
-        on_converged: called when the strategy says that it has ended.
+        late: whether the worker joined after training had begun.
+        on_converged: called when the strategy reports that it has ended.
     """
 
     runtime: Runtime
@@ -277,13 +275,13 @@ class Replica(ABC):
         )
         self._gradient = vector_of(self._landing, allocate, "gradient")
         self._part_sums = vector_of(self._landing, allocate, "sums") if context.joins else None
-        self._unpushed: dict[BatchRef, None] = {}  # minibatches that have begun, and are in no update yet
+        self._unpushed: dict[BatchRef, None] = {}  # minibatches begun that are in no update yet
         self._meter = StepMeter(context.runtime, attribution)
         self._pausable_gate = PausableGate(context.batch_gate, self._meter, self._flush)
 
     @property
     def seen_samples(self) -> int:
-        """`samples`, and those of a minibatch that has its gradient but is not over: the buffers have seen both.
+        """`samples`, plus those of a minibatch with a gradient that is not over yet: the buffers have seen both.
 
         Other workers may have the sum of a round before this one does.
         """
@@ -295,19 +293,19 @@ class Replica(ABC):
         return self._layout
 
     def retire(self) -> None:
-        """Frees all memory but the parameters. The strategy can call no operation any more."""
+        """Frees all memory but the parameters. The strategy can no longer use the replica."""
         self._gradient, self._part_sums = Vector("nothing", torch.empty(0)), None
 
     @abstractmethod
     async def newest(self) -> torch.Tensor:
-        """The current parameters of the model that all workers train, (E,): not for writing."""
+        """The current parameters (E,) of the common model, read-only."""
 
     @abstractmethod
     async def _flush(self) -> None:
-        """Returns when everything that this worker has computed is in the model."""
+        """Waits until everything that this worker has computed is in the model."""
 
     def _memory_free(self, *, mean: bool) -> Coroutine[Any, Any, None] | None:
-        """Returns when the next gradient may be written into its vector; None if it may at once."""
+        """Waits until the next gradient may be written into its vector; None if it may be now."""
         del mean
         return None
 
@@ -342,14 +340,14 @@ class Replica(ABC):
         return self._context.schedule.missed(self.step - self._context.first_step, self.version)
 
     def _skip(self) -> int:
-        """Leaves out the minibatches of rounds that this worker missed; returns how many."""
+        """Skips the minibatches of rounds that this worker missed; returns their number."""
         missed = len(self._missed())
         self.step += missed
         self._context.batch_gate.skip(missed)
         return missed
 
     async def _read(self, ref: BatchRef) -> SampleBatch:
-        """A minibatch of a stream, whose samples have to be read before their number is known."""
+        """Reads a minibatch of a stream, whose number of samples is unknown before that."""
         context = self._context
         assert isinstance(context.schedule, Schedule)
         likely, begun_ns = context.schedule.plan.likely_size(ref), self._runtime.now()
@@ -363,9 +361,9 @@ class Replica(ABC):
         return SampleBatch(ref, sum(part.num_samples for part in samples), samples, read_s)
 
     async def _close(self) -> None:
-        """Called when this worker has no minibatch left. Brings everything into the model, and checks that."""
+        """Flushes everything into the model when no minibatch is left, and checks that."""
         await self._pausable_gate.stand()
-        if self._unpushed:  # no other worker goes through them, so the run would never end
+        if self._unpushed:  # no other worker would compute them, so the run would never end
             raise UserCodeError(
                 f"worker-{self.rank}: {len(self._unpushed)} of its {self.step} minibatches were never pushed, "
                 f"{next(iter(self._unpushed))} for one: a strategy must push the gradient of each minibatch, "
@@ -374,7 +372,7 @@ class Replica(ABC):
         await self._pausable_gate.leave()
 
     def _handed_out(self, refs: Sequence[BatchRef]) -> Callable[[], None]:
-        """Notes that an update has these minibatches. Returns what is to be called when the server has it."""
+        """Notes that an update has these minibatches. Returns a callback for when the server has the update."""
         for ref in refs:
             self._unpushed.pop(ref, None)
         return partial(self._context.on_receipt, refs)
@@ -401,7 +399,7 @@ class Replica(ABC):
         return gradient
 
     def _new_gradient(self, batch: SampleBatch, *, mean: bool) -> ComputedGradient:
-        """A gradient that is to be computed in this replica's memory."""
+        """A gradient to be computed in this replica's memory."""
         rate = self._context.schedule.rate(batch.ref)
         return ComputedGradient(self._gradient, batch, rate, self.step, mean, self._part_sums)
 

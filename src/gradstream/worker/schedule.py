@@ -1,4 +1,4 @@
-"""Which minibatches a worker goes through, in which order, and when the run is over for it."""
+"""The minibatches of a worker, their order, and the end of the run for the worker."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from gradstream.worker.batch_gate import Gate
 from gradstream.worker.computed import SampleBatch
 
 # ---- batch queue -------------------------------------------------------------------------
-# The minibatches that the coordinator has assigned to a worker. It asks for more before it has none left.
+# The minibatches that the coordinator has assigned to a worker, which asks for more before it runs out.
 #
 #     queue  ■ ■ ■ ■ ■ ■ ■ ■     a block; with half of it left, the worker asks for the next one, and continues
 #     empty                      takes the next block, which has usually come already
 #
-# A worker computes its first minibatch before it asks for a second one, and then reports how long it took. Before
-# that, nobody knows how slow it is: at the end of a short run, all would wait for its second minibatch.
+# A worker computes its first minibatch before it asks for a second one, and then reports the time. Before that, its
+# speed is unknown: at the end of a short run, all might have to wait for its second minibatch.
 #
-# If the coordinator has no minibatch at present, the worker brings everything that it has computed into the model,
-# and asks again. The second answer comes when there is a minibatch, or when the run has no more.
+# If the coordinator has no minibatch at the moment, the worker flushes everything into the model, and asks again. The
+# second answer comes when there is a minibatch, or when the run has no more.
 
 
 class BatchSource(Protocol):
@@ -59,7 +59,7 @@ class BatchQueue:
         self._measured = WorkerSpeed()
 
     def took(self, step: StepEvent) -> None:
-        """Notes the time of a step. The first one is reported by itself: see `BatchAssignment.took`."""
+        """Notes the time of a step. The first time is reported separately: see `BatchAssignment.took`."""
         self._steps += 1
         me = f"worker-{step.rank}"
         others = (who for who in step.waited_for if who.startswith("worker-") and who != me)
@@ -72,8 +72,8 @@ class BatchQueue:
         """The next minibatch; None if the run has no more.
 
         Args:
-            interval: number of the worker's interval, as the worker knows it.
-            close: brings everything that was computed into the model.
+            interval: number of the worker's interval, as far as the worker knows.
+            close: flushes everything that was computed into the model.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
@@ -98,7 +98,7 @@ class BatchQueue:
         return ref
 
     def put_back(self, ref: BatchRef, interval: int) -> None:
-        """Makes a minibatch that was not begun the next one again; if an interval has begun since, drops all."""
+        """Puts a minibatch that was not begun back in front; drops all if a new interval has begun meanwhile."""
         if self._interval == interval:
             self._refs.appendleft(ref)
         else:
@@ -120,7 +120,7 @@ class BatchQueue:
 
 
 # ---- balance -----------------------------------------------------------------------------
-# A worker's side of shares by measured speed: it reports the time of its gradients, and follows the decision.
+# The worker's side of shares by measured speed: it reports the time of its gradients, and follows the decision.
 
 
 class ShareSource(Protocol):
@@ -132,7 +132,7 @@ class ShareSource(Protocol):
 
 
 class ShareReporter:
-    """Keeps a worker's plan at the shares that all workers follow.
+    """Keeps a worker's plan in step with the shares that all workers follow.
 
     Args:
         plan: this worker's own plan.
@@ -147,20 +147,20 @@ class ShareReporter:
         self._measured = WorkerSpeed()
 
     def join_late(self) -> None:
-        """Has the plan follow the shares of the round with which this worker begins: the others have gone on."""
+        """Makes the plan follow the current shares, since the other workers have made rounds without this one."""
         self._late = True
 
     def took(self, samples: int, seconds: float) -> None:
         """Notes the time of a gradient.
 
-        The first one is skipped, since it includes much that happens only once, unless it is of many minibatches.
+        The first time is ignored because of one-time work, unless the gradient is of many minibatches.
         """
         self._steps += 1
         if self._steps > 1 or (isinstance(self._plan, JoinedPlan) and self._plan.k >= MANY):
             self._measured.took(samples, seconds)
 
     async def reach(self, ref: BatchRef) -> None:
-        """Makes sure that the plan knows the samples of this minibatch, which is the worker's next.
+        """Makes sure that the plan knows the samples of this minibatch, the worker's next one.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
@@ -180,16 +180,16 @@ class ShareReporter:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleHooks:
-    """What a replica does between its minibatches, called by the schedule.
+    """The replica's actions between minibatches, called by the schedule.
 
     Args:
         gate: awaited before each minibatch: see `BatchGate.gate`.
         interval: number of the interval in which the worker takes part, after "anew": minibatches that the
-            coordinator assigned in an earlier one are not this worker's any more.
-        close: awaited when the worker has no minibatch left, before it waits for the end of the run. It brings
-            everything that was computed into the model; otherwise two workers would wait for each other.
-        skip: leaves out minibatches of rounds that went on without this worker; returns how many.
-        done: number of the worker's own minibatches that it has gone through before.
+            coordinator assigned in an earlier interval no longer belong to this worker.
+        close: awaited when the worker has no minibatch left, before it waits for the end of the run. It flushes
+            everything that was computed into the model; otherwise two workers could wait for each other.
+        skip: skips minibatches of rounds that went on without this worker; returns their number.
+        done: number of the worker's own minibatches that it has completed before.
     """
 
     gate: Callable[[], Awaitable[Gate]]
@@ -207,15 +207,15 @@ class BatchSchedule(Protocol):
         ...
 
     def size(self, ref: BatchRef) -> int | None:
-        """Number of samples; `UNKNOWN` until the gradient is computed; None if only reading them tells."""
+        """Number of samples; `UNKNOWN` until the gradient is computed; None if unknown until they are read."""
         ...
 
     def rate(self, ref: BatchRef) -> float:
-        """Learning rate of a minibatch. In a user's loop it is known when the gradient is."""
+        """Learning rate of a minibatch. In a user's loop it becomes known with the gradient."""
         ...
 
     def round_of(self, ref: BatchRef) -> Sequence[tuple[int, float]] | None:
-        """(samples, learning rate) of all workers in the round of a minibatch; None if nobody can know."""
+        """(samples, learning rate) of all workers in the round of a minibatch; None if unknown."""
         ...
 
     def place(self, ref: BatchRef) -> int:
@@ -226,17 +226,17 @@ class BatchSchedule(Protocol):
         """The worker's own minibatches of rounds that went on without it.
 
         Args:
-            done: number of its minibatches that it has gone through or skipped.
+            done: number of its minibatches that it has completed or skipped.
             version: version of its parameters.
         """
         ...
 
     def passed(self, batch: SampleBatch) -> bool:
-        """Notes that the worker has gone through a minibatch. Returns whether that was a step to report."""
+        """Notes that the worker has completed a minibatch. Returns whether that was a step to report."""
         ...
 
     def progress(self, samples: int, steps: int) -> tuple[int, int]:
-        """Samples and steps that count as done, of those that the worker has gone through."""
+        """Samples and steps that count as done, given the worker's own counts."""
         ...
 
 
@@ -250,11 +250,11 @@ class Schedule:
         epochs: number of data epochs, or None.
         steps: number of minibatches of each worker from here on, or None; with both, the smaller one counts.
         lr: learning rate, or a schedule of it.
-        queue: minibatches that the coordinator assigns to this worker. None if the worker goes through a
-            partition of its own: it takes part in rounds, or is alone.
-        num_steps: number of minibatches of the whole run, where `steps` counts those of a resumed one.
-        balance: measures the workers' speed, where that decides the shares of a round.
-        first_version: version of the parameters that the first minibatch is for, where rounds may continue without
+        queue: minibatches that the coordinator assigns to this worker. None if the worker has a partition of its
+            own: it takes part in rounds, or is alone.
+        num_steps: number of minibatches of the whole run, if `steps` counts those of a resumed run.
+        balance: measures the workers' speed, if that decides the shares of a round.
+        first_version: version of the parameters that the first minibatch is for, if rounds may continue without
             this worker: it then skips their minibatches. None if it computes all of them.
     """
 
@@ -285,7 +285,7 @@ class Schedule:
         return any(self.plan.size(ref) != 0 for ref in later)
 
     def at_end(self, batch: SampleBatch, most: int) -> tuple[int, int]:
-        """The number of the last parts of a minibatch, at most this many, and of their samples."""
+        """The last parts of a minibatch, at most `most`: their number, and the number of their samples."""
         if batch.samples is not None:
             sizes = [part.num_samples for part in batch.samples[-most:]]
         else:
@@ -401,6 +401,6 @@ class _Partition:
         return self._schedule.plan.nth(self._schedule.rank, number)
 
     def put_back(self, ref: BatchRef, interval: int) -> None:
-        """Makes a minibatch that was not begun the next one again."""
+        """Puts a minibatch that was not begun back in front."""
         del ref, interval
         self._next -= 1

@@ -14,7 +14,7 @@ from gradstream.optim.groups import GroupedRule, Piece, Range, add_up, l2_of
 from gradstream.optim.schedules import Rate
 
 UpdateRule = tuple[Optimizer, GroupedRule | None]
-"""A rule, and the same rule by groups where some parameters have other settings; else None."""
+"""A rule, and the same rule by groups if some parameters have different settings; else None."""
 
 Factors = Sequence[tuple[int, int, float]]
 """(start, stop, factor): one number for each range; the ranges make up the whole flat vector."""
@@ -22,11 +22,11 @@ Factors = Sequence[tuple[int, int, float]]
 
 @dataclass(frozen=True, slots=True)
 class LocalRule:
-    """The parts of the run's update rule that a worker applies itself.
+    """The part of the run's update rule that a worker applies itself.
 
     Args:
         lr: learning rate, or a schedule of it.
-        rule: rule for updates of the worker's own parameters; None if the shards have it.
+        rule: rule for updates of the worker's own parameters; None if the shards apply it.
         scales: factor of each range's learning rate, for local steps.
         decays: λ of the weight decay that each range's gradient includes; () where gradients include none.
     """
@@ -38,13 +38,13 @@ class LocalRule:
 
     @classmethod
     def of(cls, lr: Rate, rule: UpdateRule, elems: int, *, own: bool, decays: bool) -> LocalRule:
-        """Takes a rule apart.
+        """Extracts a worker's part of a rule.
 
         Args:
             lr: learning rate, or a schedule of it.
             rule: the run's rule.
             elems: length of the flat vector.
-            own: workers update their own parameters by it.
+            own: workers update their own parameters with it.
             decays: gradients include the weight decay.
         """
         optimizer, grouped = rule
@@ -61,7 +61,7 @@ class Updater:
     Args:
         allocate: allocates a vector of the state: (elems, dtype, name).
         optimizer: the rule.
-        grouped: the same rule by groups, where some parameters have other settings; else None.
+        grouped: the same rule by groups, if some parameters have different settings; else None.
         ranges: [start, stop) of the elements that are updated here, in the order of the vector; starts are
             multiples of 64.
         dtype: dtype of all vectors.
@@ -125,7 +125,7 @@ class Updater:
         Args:
             parameters: (E,), the whole vector.
             sums: (start, mean gradient of the elements from there on); each lies within one range.
-            tensor_sums: `partial_sums`, added up over all who hold a part of a tensor; None if no others do.
+            tensor_sums: `partial_sums`, summed over all holders of a tensor's parts; None if there are no others.
             lr: learning rate.
             step: number of the update, from 1.
 

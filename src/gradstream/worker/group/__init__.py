@@ -1,1 +1,1 @@
-"""In a group: workers sum what they have among themselves, and each makes the update itself."""
+"""The group topology: workers sum their gradients among themselves, and each makes the update itself."""

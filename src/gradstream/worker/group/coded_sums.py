@@ -1,6 +1,6 @@
-"""`CodedSums`: sums of gradients in a group that travel encoded.
+"""`CodedSums`: sums of gradients in a group whose messages are encoded.
 
-A sum of encoded vectors is no encoded vector. So either each worker gets the encoded parts of all, and adds them up:
+Encoded vectors cannot be summed directly. So either each worker gets the encoded parts of all, and adds them up:
 
     gathered        bucket g_r ──▶ w_r·g_r ──▶ encode ──▶ all-gather ──▶ Σ_r decode, in the order of ranks
 
@@ -9,18 +9,18 @@ or the sum is encoded again, as a reduce-scatter and an all-gather whose message
     in two steps    w_r·g_r ──▶ encode slice by slice ──▶ all-to-all ──▶ worker s: Σ_r decode of slice s
                     ──▶ encode ──▶ all-gather ──▶ decode
 
-A worker sends (W - 1)·C bytes in the first way, with C those of a whole encoded bucket, and 2(W - 1)/W·C in the second,
-where a ring sends 2(W - 1)/W·4N. The second one is taken by three workers or more with codecs that have a code for each
-element (`Codec.dense`); the others would leave out again what they have let through. All get the same bits both ways.
+If a whole encoded bucket has C bytes, a worker sends (W - 1)·C with the first scheme and 2(W - 1)/W·C with the second,
+where a ring sends 2(W - 1)/W·4N. Three workers or more use the second with codecs that have a code for each element
+(`Codec.dense`); other codecs would drop further elements. All workers get the same bits with either.
 
-With error feedback the second encoding has it too: a worker has what it dropped from its slice s in its own remainder,
-and adds that to the sum. So in both steps nothing is lost, sent + remainders = given, and there is no further vector.
+Error feedback covers the second encoding too: a worker keeps what its slice s lost in its own residual, and adds it to
+the next sum. So nothing is lost in either step (sent + residuals = input), and no further vector is needed.
 
-A part begins with a word of its own: NaN says that a worker's gradient is not finite. Nothing of it enters what the
-codec keeps, and the sum is NaN, so that all workers leave the round out.
+A part begins with a status word: NaN means that a worker's gradient is not finite. Nothing of it enters the codec's
+state, and the sum is NaN, so that all workers skip the round.
 
-References: all parts to all: Seide and others, 1-bit SGD, 2014. Both steps with feedback: Tang and others, "1-bit
-Adam", 2021 (there the error of the sum is a vector of its own).
+References: first scheme: Seide and others, 1-bit SGD, 2014. Second, with feedback: Tang and others, "1-bit Adam", 2021
+(which keeps the error of the sum in a separate vector).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from gradstream.worker.group.sufficient_factors import outside
 PART_WORDS = 64
 """Parts are multiples of this many words, so that the group's `slice_of` cuts between them."""
 BLOCK_ELEMS = 1 << 20
-"""The most elements that are encoded at once: what is decoded of them stays near the processor."""
+"""The most elements encoded at once, so that their decoded values stay in the processor's cache."""
 
 
 class CodedSums:
@@ -57,7 +57,7 @@ class CodedSums:
         runtime: runtime of the worker's node.
         group: the workers.
         bounds: [start, stop) of the buckets.
-        encoder: this worker's; what its codec keeps continues from one group to the next.
+        encoder: this worker's encoder, whose codec state is kept from one group to the next.
 
     Raises:
         ConfigError: encoding would take more bytes than it saves.
@@ -96,7 +96,7 @@ class CodedSums:
     # ---- parts ----------------------------------------------------------------------------
 
     def _slices(self, elems: int) -> list[tuple[int, int]]:
-        """By rank, [start, stop) of the elements of a bucket that its part is of."""
+        """[start, stop) of the elements of a bucket that each rank's part covers."""
         size = self._group.size
         if self._swaps is None:
             return [(0, elems)] * size
@@ -110,7 +110,7 @@ class CodedSums:
     # ---- sums -----------------------------------------------------------------------------
 
     async def allreduce(self, span: Span, *, weight: float, step: int) -> tuple[Span, Span]:
-        """Sums up Σ_r weight_r · span_r into `span`, as far as the codec goes.
+        """Sums up Σ_r weight_r · span_r into `span`, within the codec's precision.
 
         Args:
             span: a bucket of this worker's gradient.
@@ -118,12 +118,12 @@ class CodedSums:
             step: number of the round.
 
         Returns:
-            The span, and what this worker has sent.
+            The span, and the data that this worker has sent.
 
         Raises:
             PeerLostError, DeadlineError: names a rank; the group is broken.
-            DataError: names a rank, whose part is none that the codec makes. Where that part was for this worker
-                alone, the others learn that this one has left.
+            DataError: names a rank whose part cannot be decoded. If only this worker received that part, the
+                others learn that this worker has left.
         """
         words, rank, size = self._part_words(len(span)), self._group.rank, self._group.size
         everything = self._parts[: words * size]
@@ -138,7 +138,7 @@ class CodedSums:
         return span, parts[rank] if self._swaps is None else everything
 
     def _encode_own(self, bucket: _Bucket, weight: float) -> None:
-        """Encodes what others need of this worker. In two steps that is not the slice that it sums itself."""
+        """Encodes what other workers need: with the second scheme, all but the slice that this worker sums."""
         values, rank = bucket.span.tensor, self._group.rank
         sound = finite(values)
         values.mul_(weight) if sound else values.fill_(math.nan)
@@ -147,7 +147,7 @@ class CodedSums:
                 self._encode(values[start:stop], bucket, one, sound)
 
     def _encode_sum(self, bucket: _Bucket) -> None:
-        """Adds the others' parts to this worker's slice, and encodes that."""
+        """Adds the other workers' parts to this worker's slice, and encodes the sum."""
         rank = self._group.rank
         total = bucket.span.tensor[slice(*bucket.slices[rank])]
         for one in range(self._group.size):
@@ -171,7 +171,7 @@ class CodedSums:
             at = end
 
     def _decode(self, bucket: _Bucket, number: int, into: torch.Tensor, *, add: bool) -> None:
-        """Overwrites elements by what a part has, or adds that to them. NaN if its sender's were not finite."""
+        """Overwrites elements with a decoded part, or adds it to them. NaN if the sender's were not finite."""
         part, at = bucket.parts[number], 1
         if math.isnan(part[0].item()):
             into.fill_(math.nan)
@@ -211,9 +211,9 @@ class _Bucket:
     """A sum in progress.
 
     Args:
-        span: this worker's values; its start is their place in the flat vector. The sum takes their place.
-        parts: by rank, (words,): what it has sent, or what is to be sent to it.
-        slices: by rank, [start, stop) of the elements of the span that its part is of.
+        span: this worker's values, overwritten with the sum; its start is their place in the flat vector.
+        parts: by rank, (words,): what that rank has sent, or what is to be sent to it.
+        slices: by rank, [start, stop) of the elements of the span that its part covers.
         step: number of the round.
     """
 
@@ -224,16 +224,16 @@ class _Bucket:
 
 
 def _blocks(elems: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) of what is encoded at once."""
+    """[start, stop) of each piece that is encoded at once."""
     for start in range(0, elems, BLOCK_ELEMS):
         yield start, min(start + BLOCK_ELEMS, elems)
 
 
 # ---- low rank sums -----------------------------------------------------------------------
-# `LowRankSums`: the sums of matrices in a group as products of two thin matrices: see `codec.low_rank`.
+# `LowRankSums`: sums of matrices in a group as products of two thin matrices; see `codec.low_rank`.
 #
 # All matrices of a bucket take two messages to each peer together, not two each: what the bucket has besides, biases
-# for the most part, goes with the P. On a link with a long way that is what counts.
+# for the most part, goes with the P. On a link of high latency, the number of messages is what counts.
 
 Bucket = tuple[int, int]
 
@@ -251,8 +251,8 @@ class LowRankSums:
         group: the workers.
         layout: layout of the model.
         buckets: [start, stop) of each bucket.
-        codec: the rank.
-        seed: of the first Q, the same at all workers.
+        codec: has the rank.
+        seed: seed of the first Q, the same on all workers.
         left: what was dropped from the rounds before; it continues from one group to the next.
         bases: the Q of each matrix, by "q-<its first element>"; it continues too. A newcomer's is another one until the
             end of its first exchange, from which all workers have the same.
@@ -289,7 +289,7 @@ class LowRankSums:
         return torch.randn(matrix.columns, self._rank, generator=generator, dtype=dtype)
 
     def _parts(self, bucket: Bucket) -> tuple[list[MatrixPlace], list[Bucket]]:
-        """The matrices that end in a bucket, and [start, stop) of what it has besides matrices."""
+        """The matrices that end in a bucket, and [start, stop) of its other elements."""
         here = [layer for layer in self.layers if layer.start < bucket[1] and bucket[0] < layer.stop]
         return [one for one in here if one.stop <= bucket[1]], outside(bucket, here)
 

@@ -30,21 +30,20 @@ from gradstream.worker.group.setup import GroupAssembly, GroupSetup
 # ---- first look --------------------------------------------------------------------------
 # `FirstLook`: whether a phase that only measures its links has to wait for a sum at all.
 #
-# The workers have measured their links when they form their group. So they know beforehand how long a sum takes.
-# Where that is a second or more, each computes a gradient that nobody uses, and says how long that takes. If a sum
-# takes many times as long, no worker begins the first minibatch: the coordinator ends the phase, and the next one
-# begins with it.
+# The workers measure their links when they form their group, so they know how long a sum takes. If it takes a second
+# or more, each computes a gradient that is not used, and reports its time. If a sum takes many times as long, the
+# coordinator ends the phase before the first minibatch, and the next phase begins with it.
 
 WORTH_S = 1.0
-"""Seconds of a sum from which on it is worth a look before."""
+"""A sum that takes at least this many seconds is worth a first look."""
 
 
 class FirstLook:
-    """The look of one worker, for every group that it is in. All workers of a group come to the same end.
+    """The first look of one worker, in every group that it joins. All workers of a group come to the same decision.
 
     Args:
         runtime: runtime of the worker's node.
-        size_bytes: of the vector that the group sums.
+        size_bytes: size of the vector that the group sums.
         emit: adds an event to those of the run.
         answer_s: how long the coordinator may take to end the phase.
     """
@@ -59,14 +58,14 @@ class FirstLook:
         self._sum_s = 0.0  # unknown
 
     def heard(self, event: Event) -> None:
-        """Takes the event of a new group, which the worker of rank 0 in it gets, and reports it."""
+        """Reports the event of a new group, which only the worker of rank 0 in it gets."""
         self._sum_s = 0.0
         if isinstance(event, GroupEvent) and event.alpha_s is not None and event.beta_s_byte is not None:
             self._sum_s = summed_s(len(event.ranks), event.alpha_s, event.beta_s_byte, self._size_bytes)
         self._emit(event)
 
     async def take(self, replica: GroupReplica) -> None:
-        """Returns when the worker may train. Where the phase ends here, that is when its gate is closed.
+        """Returns when the worker may train or, if the phase ends here, when its gate is closed.
 
         Raises:
             PeerLostError, DeadlineError, ClosedError: a worker was lost meanwhile.
@@ -133,19 +132,19 @@ async def make(assembly: Assembly) -> GroupExchange:
 class GroupExchange(Exchange):
     """Implements `Exchange`.
 
-    A round that a loss has interrupted is done again: `train` begins anew, in another group, after all have got the
-    newest parameters that one of them has. That is at most one round more than the others have, since an update
-    needs the gradients of all. See `GroupForming`.
+    A round interrupted by the loss of a worker is repeated: all workers get the newest parameters that any of them has,
+    and `train` starts again in a new group. Nobody can be more than one round ahead, since an update needs the
+    gradients of all. See `GroupForming`.
 
     Args:
         context: the worker's place in the run.
         strategy: strategy of the run.
         forming: the group of the worker.
-        setup: makes the worker's setup in the group of a notice, and takes over from the one before what can stay.
+        setup: makes the worker's setup in the group of a notice, and reuses what it can of the previous setup.
         replica: makes the replica, which reports its transfers.
         chunks: number of elements, and elements of a chunk. A checkpoint has a version for each chunk.
         place: the place of this worker's part in a split model; None if the model is not split.
-        look: taken before the first minibatch in each group; None in a phase that does not just measure.
+        look: taken before the first minibatch in each group; None in a phase that does more than measure.
     """
 
     replica: GroupReplica
@@ -173,7 +172,7 @@ class GroupExchange(Exchange):
         self._snapshot_source = _GroupSnapshot(context.runtime.node, strategy, self.replica, *chunks, place)
         self._had: Sequence[
             Vector
-        ] = ()  # parameters and state of `version`, while the replica has none that are whole
+        ] = ()  # parameters and state of `version`, while those of the replica are incomplete
         self._attending: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
@@ -202,10 +201,9 @@ class GroupExchange(Exchange):
         return _nothing
 
     async def _make_first(self) -> None:
-        """Fills the parameters with those of rank 0, which all workers make of the seed: sooner over a slow link.
+        """Initializes the parameters from the seed on every worker, which is faster than sending them over a slow link.
 
-        Where a worker has made other ones, or could not make any, all receive those of rank 0; and where workers share
-        memory.
+        If a worker got different ones or failed, or workers share memory, all receive those of rank 0.
         """
         replica, group, digest = self.replica, self.replica.setup.group, (0, 0)
         alone = replica.setup.sharded or group.shares_memory
@@ -256,7 +254,7 @@ class GroupExchange(Exchange):
             self._attending = awaited_later(runtime.spawn(self._attend(), name=f"{runtime.node}-attends"))
 
     async def _attend(self) -> None:
-        """Gives the others the final parameters that this worker has, where a loss has left them without."""
+        """Sends this worker's final parameters to workers that lack them after a loss."""
         try:
             while True:
                 await self._context.member.heard(lambda: self._forming.outdated)
@@ -285,13 +283,14 @@ class GroupExchange(Exchange):
         return await self._level()
 
     async def _level(self) -> Callable[[], None]:
-        """Gives all workers of the group the newest parameters and state that one of them has, and compares digests.
+        """Sends the newest parameters and state in the group to all of its workers, and compares digests.
 
-        Whoever is behind receives them into other memory, and takes them when they are there. So nobody is left with
-        a part if the sender dies too. Where all have joined late, nobody has parameters, and all keep version -1.
+        A worker that is behind receives them into separate memory, and switches to them when they are complete, so a
+        second loss leaves nobody with a part. If all workers have joined late, nobody has parameters, and all keep
+        version -1.
 
         Returns:
-            What takes them.
+            A function that switches to them.
 
         Raises:
             InternalError: the digests differ.
@@ -303,7 +302,7 @@ class GroupExchange(Exchange):
         root = versions.index(newest)
         if newest < 0 and any(late for _, late in told):
             return _nothing  # the run had parameters: nobody begins it again
-        if newest < 0:  # whoever had the first parameters is gone
+        if newest < 0:  # no worker with the initial parameters is left
             newest = self._first_version
             if rank == root:
                 await self._first_parameters(whole=True)
@@ -350,13 +349,13 @@ class GroupExchange(Exchange):
             )
 
     async def _digest(self, vectors: Sequence[Vector]) -> tuple[int, int]:
-        """96 bits of a hash of these vectors, as two numbers that float64 holds."""
+        """96 bits of a hash of these vectors, as two numbers that float64 represents exactly."""
 
         def digest(_: object) -> tuple[int, int]:
-            found = blake2b(digest_size=12)
+            hasher = blake2b(digest_size=12)
             for vector in vectors:
-                found.update(vector.tensor.numpy().data.cast("B"))
-            return int.from_bytes(found.digest()[:6]), int.from_bytes(found.digest()[6:])
+                hasher.update(vector.tensor.numpy().data.cast("B"))
+            return int.from_bytes(hasher.digest()[:6]), int.from_bytes(hasher.digest()[6:])
 
         return await self._context.runtime.compute(
             digest,
@@ -388,7 +387,7 @@ class GroupExchange(Exchange):
         ]
 
     def carry(self) -> None:
-        """See `Exchange`: not where all share one vector in memory, which the checkpoint is beside."""
+        """See `Exchange`. Does nothing if all workers share one vector in memory."""
         if not self.replica.setup.sharded and self._place is None:
             self._context.carried.keep(self.replica.version, self._snapshot_source.whole())
 
@@ -401,14 +400,13 @@ class GroupExchange(Exchange):
 
 
 def _nothing() -> None:
-    """There is nothing to take."""
+    """Does nothing: there are no parameters to switch to."""
 
 
 class _GroupSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: a piece is this worker's slice of a bucket.
 
-    All workers pause after the same round, with the same parameters, so each that writes does so with a part of the
-    vectors.
+    All workers pause after the same round, with the same parameters, so each writes a part of the vectors.
 
     Args:
         node: name of this worker's node.

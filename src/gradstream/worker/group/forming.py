@@ -1,4 +1,4 @@
-"""`GroupForming`: keeps a worker in a group with all workers that are in, under the newest membership epoch.
+"""`GroupForming`: keeps a worker in a group with all present workers, under the newest membership epoch.
 
 a notice names other workers ──▶ the group is abandoned, and another one formed at once, also while a gradient is
                                  computed: who is slow is there in time
@@ -22,7 +22,7 @@ from gradstream.worker.parts.agreement import Agreement, at_once
 T = TypeVar("T")
 
 MOST_AGAIN = 3
-"""Groups of the same workers that may fail one after the other before any does what it is formed for."""
+"""Number of groups of the same workers that may fail in a row before any completes its work."""
 
 LOST = (PeerLostError, DeadlineError, ClosedError)
 """What operations of a group raise when a worker is lost."""
@@ -37,11 +37,11 @@ class GroupForming:
         form: forms the group of the workers of a notice.
         survives: another group is formed when the workers change. Otherwise the loss of one ends the run.
         interrupt: called with an error when a group is abandoned.
-        agreement: with the other processes of a split replica; None if there are none.
-        alone: there is no other replica in the run, so that no process of this one can lose its group.
+        agreement: agreement with the other processes of a split replica; None if there are none.
+        alone: the run has no other replica, so no process of this replica can lose its group.
 
     Attributes:
-        notice: the notice that names the workers of the group that the caller has got last.
+        notice: the notice that names the workers of the last group that the caller has used.
     """
 
     notice: v1.Notice
@@ -69,7 +69,7 @@ class GroupForming:
         self._newest = 0  # its number
         self._num_again = 0
         self._announced = member.notice
-        self._used = 0  # number of the group that the caller has got last
+        self._used = 0  # number of the last group that the caller has used
         self._forming: asyncio.Task[Group] | None = None
         if survives:
             member.listen(self._hear)
@@ -77,7 +77,7 @@ class GroupForming:
 
     @property
     def outdated(self) -> bool:
-        """Whether the members have changed since the caller has got its group."""
+        """Whether the members have changed since the caller got its group."""
         return self._newest > self._used
 
     async def through(self, work: Callable[[Group], Awaitable[T]]) -> T:
@@ -99,10 +99,10 @@ class GroupForming:
         return await work(await self._group())
 
     async def jointly(self, work: Awaitable[T]) -> T:
-        """Awaits work that counts only if all processes of this replica do theirs, in groups of one epoch.
+        """Awaits work that counts only if all processes of this replica complete theirs, in groups of one epoch.
 
         Raises:
-            PeerLostError, DeadlineError, ClosedError: one of them does not, because it has lost its group.
+            PeerLostError, DeadlineError, ClosedError: a process fails because it has lost its group.
         """
         if self._agreement is None:
             return await work
@@ -121,7 +121,7 @@ class GroupForming:
             await self.jointly(at_once())
 
     async def give_up(self) -> None:
-        """Lets all processes of this replica give up their round."""
+        """Makes all processes of this replica give up their round."""
         if self._agreement is not None:
             await self._agreement.give_up(self.notice.epoch)
 
@@ -156,7 +156,7 @@ class GroupForming:
                 return forming.result()
 
     def _hear(self, notice: v1.Notice) -> None:
-        """Begins to form another group where workers or epoch have changed, and abandons the one before."""
+        """Begins to form a new group if workers or epoch have changed, and abandons the previous one."""
         workers = {node.name: node.incarnation for node in notice.nodes if node.role == "worker"}
         same = workers == self._workers and notice.epoch == self._announced.epoch
         if notice.phase != v1.Notice.TRAINING or (self._newest and same):
@@ -197,5 +197,5 @@ def _formed(forming: asyncio.Task[Group]) -> Group | None:
 
 
 async def _ended(task: asyncio.Task[Group]) -> None:
-    """Returns when a task has ended, however it has."""
+    """Waits until a task has ended in any way."""
     await asyncio.gather(asyncio.shield(task), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""`JointGradient`: one worker computes the minibatches of several workers in a round, as one minibatch."""
+"""`JointGradient`: one worker computes the minibatches of several workers in a round as a single minibatch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class JointGradient:
 
         g = Σ nᵢ gᵢ / Σ nᵢ    of means over samples,    Σ gᵢ    of sums
 
-    Each gᵢ has the samples, the random numbers and the clipping of its rank. If one is not finite, g is not used.
+    Each gᵢ has the samples, random numbers and clipping of its rank. If any gᵢ is not finite, g is not used.
 
     Args:
         sources: by rank, the source of its gradients; all on this worker's model.

@@ -1,10 +1,10 @@
 """One worker's collective operations on gradients in a group, and the update that they lead to.
 
-A bucket is summed into the group's memory. The update at the end of the round reads that memory once. So no sum
-gets into the parameters before all sums of the round have come.
+A bucket is summed into the group's memory, which the update at the end of the round reads once. So no sum enters the
+parameters before all sums of the round are complete.
 
-The last buckets leave a worker when its whole gradient has been looked at. If that is not finite, the worker fills
-them with NaN: so every worker finds one in its part of the sum, and all leave the round out, without a message more.
+A worker sends its last buckets only after it has checked the whole gradient. If that is not finite, it fills them with
+NaN: every worker finds a NaN in its part of the sum, and all skip the round without another message.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class _Round:
         counts: number of samples of each worker, by rank.
         lr: learning rate of the update, η.
         relative_rate: this worker's own rate over η.
-        sums: each bucket's first element, and where its sum lies.
+        sums: each bucket's first element, and the location of its sum.
         weight: weight of this worker's gradient in the sums.
-        square: sum of the squares of this worker's gradient, where it is measured.
+        square: sum of the squares of this worker's gradient, if measured.
     """
 
     counts: Sequence[int] = ()
@@ -119,9 +119,7 @@ class GroupPeers:
         self._group = setup.group
         self._meter = meter
         self._round = _Round()
-        self._made: ComputedGradient | None = (
-            None  # its update is made here, and not known to be made everywhere
-        )
+        self._made: ComputedGradient | None = None  # its update is made here, but perhaps not by all workers
         # samples of each rank, then their rates; or the sums of each tensor
         self._num_tensors = setup.updater.per_tensor if setup.sharded else 0
         pairs = max(setup.group.size, self._num_tensors)
@@ -134,11 +132,11 @@ class GroupPeers:
 
     @note.setter
     def note(self, note: bytes) -> None:
-        """Sets it; all workers set the same between the same two rounds."""
+        """Sets the note; all workers set the same one between the same two rounds."""
         self._replica.note = note
 
     async def samples(self, gradient: api.Gradient) -> Sequence[int]:
-        """See `strategies.api.Peers`. The plan tells; where it cannot, the workers tell one another.
+        """See `strategies.api.Peers`. Known from the plan; otherwise the workers tell one another.
 
         All workers update at the rate η of the first worker that has samples, or their parameters would differ.
         In users' loops a gradient may have another rate η_i: it is then weighed by η_i/η.
@@ -147,7 +145,7 @@ class GroupPeers:
         workers = self._context.schedule.round_of(gradient.batch.ref)
         if workers is None:
             if gradient.samples == UNKNOWN:
-                await gradient.ready.reached(1)  # only then has the user's loop told the number of samples
+                await gradient.ready.reached(1)  # the user's loop reports the number of samples first
             told = await self.tell(gradient.samples, gradient.lr)
             workers = [(round(samples), lr) for samples, lr in told]
         lr = next((lr for samples, lr in workers if samples and lr), 0.0)
@@ -159,9 +157,9 @@ class GroupPeers:
         return counts
 
     async def tell(self, first: float, second: float = 0.0) -> Sequence[tuple[float, float]]:
-        """Tells the other workers two numbers, and returns those of all, in the order of ranks.
+        """Sends two numbers to the other workers, and returns those of all, in the order of ranks.
 
-        The sum of one worker's numbers and the zeros of the others is exact.
+        It sums vectors in which each worker fills in only its own numbers, which is exact.
         """
         size, rank, told = self._group.size, self._group.rank, self.counts[: 2 * self._group.size]
         counts = told.tensor.zero_()
@@ -242,8 +240,8 @@ class GroupPeers:
     async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:
         """The bucket, once it is final.
 
-        The held ones wait for the end of the gradient, which may turn out not to be finite. While one bucket is
-        missing, no worker makes an update.
+        The last buckets are held back until the gradient is complete, since it may turn out not to be finite. While a
+        bucket is missing, no worker makes an update.
         """
         assert isinstance(gradient, ComputedGradient)
         start, stop = bucket
@@ -260,7 +258,7 @@ class GroupPeers:
         return span
 
     def _spoils(self, gradient: api.Gradient) -> bool:
-        """Whether a gradient was refused on which the others count in this round."""
+        """Whether a gradient that the other workers expect in this round was refused."""
         return not gradient.samples and self._round.counts[self._context.rank] != 0
 
     async def _measure(self, span: Span, weight: float) -> None:
@@ -312,7 +310,7 @@ class GroupPeers:
         if self._round.sums:
             await self._apply()
         if self._setup.spare:
-            self._made = gradient  # in the model when all have made theirs
+            self._made = gradient  # in the model when all workers have made the update
         else:
             self._replica.in_model(gradient.batch)
 
@@ -374,7 +372,7 @@ class GroupPeers:
     async def all_gather(self) -> None:
         """See `strategies.api.Peers`."""
         begun_ns, parameters = self._runtime.now(), self._replica.parameters
-        # One vector for all has nothing to be moved, bucket by bucket: all wait for one another, once.
+        # With one vector for all workers, nothing needs to be moved: they only wait for one another.
         whole = self.sharded and self._group.shares_memory
         for start, stop in [(0, len(parameters))] if whole else self.buckets:
             await self._group.all_gather(parameters[start:stop])
@@ -418,13 +416,11 @@ class GroupPeers:
         self._replica.in_model(batch)
 
     async def pass_note(self, note: bytes, root: int) -> bytes:
-        """Gives all workers the note of the one of rank `root` in the group."""
+        """Broadcasts the note of rank `root` in the group."""
         length = round((await self.tell(len(note)))[root][0])
         if not length:
             return b""
-        words = -(
-            -length // 4
-        )  # of 32 bits, which float64 holds: groups sum and send floating-point numbers alone
+        words = -(-length // 4)  # 32 bits fit into float64: groups send only floating-point numbers
         vector = self._runtime.memory.allocate(words, torch.float64, "note")
         if self._group.rank == root:
             vector.tensor.copy_(
@@ -436,6 +432,6 @@ class GroupPeers:
         return passed
 
     async def broadcast(self, vector: Vector, root: int = 0) -> None:
-        """Gives all workers the elements that the one of rank `root` in the group has."""
+        """Broadcasts the elements of rank `root` in the group."""
         for start, stop in self.buckets:
             await self._group.broadcast(vector[start:stop], root=root)

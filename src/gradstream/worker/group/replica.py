@@ -1,4 +1,4 @@
-"""A replica that exchanges in a group of workers, without servers: it holds all parameters, and updates them itself."""
+"""A replica that exchanges in a group of workers, without servers: it has all parameters and updates them itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradstream.worker.replica import Replica, ReplicaContext, vector_of
 from gradstream.worker.schedule import Schedule
 
 # ---- rehearsal ---------------------------------------------------------------------------
-# `rehearse`: how long a worker computes a gradient, from gradients that nobody uses.
+# `rehearse`: measures how long a worker computes a gradient, by gradients that are not used.
 
 TIMES = 4
 """The first gradient of a process may be slow for other reasons, and does not count."""
@@ -32,7 +32,7 @@ TIMES = 4
 async def rehearse(
     context: ReplicaContext, parameters: Vector, into: Vector, sums: Vector | None, done: int
 ) -> float:
-    """Computes the gradient of the worker's next minibatch, and leaves the model as it was, with its buffers.
+    """Computes the gradient of the worker's next minibatch, and leaves model and buffers unchanged.
 
     Args:
         context: parts of the replica.
@@ -42,7 +42,7 @@ async def rehearse(
         done: number of minibatches that the worker has gone through.
 
     Returns:
-        Seconds of a gradient, the median of `TIMES` but the first; 0 if the worker has no samples there.
+        Median seconds of `TIMES` gradients without the first; 0 if the worker has no samples in that minibatch.
 
     Raises:
         UserCodeError, GradientError, DataError: as for any gradient.
@@ -66,7 +66,7 @@ async def rehearse(
             if before:
                 load_buffers(context.model, before)
 
-    found = []
+    seconds = []
     for _ in range(TIMES):
         begun_ns = runtime.now()
         work = Work("gradient", samples=samples, elems=len(into), passes=source.passes(batch))
@@ -77,8 +77,8 @@ async def rehearse(
             writes=[into.all],
             shape_only=Result(0.0),
         )
-        found.append((runtime.now() - begun_ns) / 1e9)
-    return statistics.median(found[1:])
+        seconds.append((runtime.now() - begun_ns) / 1e9)
+    return statistics.median(seconds[1:])
 
 
 # ---- group -------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class GroupReplica(Replica):
         context: parts of every replica.
         setup: the group, and how it exchanges.
         on_transfer: see `GroupMeter`.
-        whole: returns when all processes of this replica have the sums of a round; raises where one has lost its group.
+        whole: returns when all processes of this replica have the sums of a round; raises if one has lost its group.
         delay: see `GroupStrategy.delay`.
 
     Attributes:
@@ -119,7 +119,7 @@ class GroupReplica(Replica):
         self.meter = GroupMeter(context.runtime, attribution, on_transfer)
         self.note = b""
         self._latest: ComputedGradient | None = None
-        self._turned = False  # the vectors have an update that the others may not have made yet
+        self._turned = False  # the vectors have an update that other workers may not have made yet
         self._take(setup)
 
     def _take(self, setup: GroupSetup) -> None:
@@ -136,20 +136,20 @@ class GroupReplica(Replica):
         return [self.parameters, *self.setup.updater.state.values()]
 
     async def at_rest(self) -> None:
-        """Returns when nothing is computed any more in the round that was given up. Raises what its gradient raises."""
+        """Waits for the computations of the round that was given up. Raises the error of its gradient."""
         if self._latest is not None:
             await self._latest.over()
 
     def give_up(self) -> list[Vector]:
-        """Gives up the round that this worker is in. Returns the vectors as of the last whole round."""
+        """Gives up the current round. Returns the vectors after the last whole round."""
         if self._turned:
             self.turn()
         return self.vectors
 
     def turn(self) -> None:
-        """Swaps the vectors with the spare ones: an update is written into the spare ones, and the old stay whole.
+        """Swaps the vectors with the spare ones, so that an update leaves the old vectors intact.
 
-        A second call, before `in_model`, takes back the update.
+        A second call, before `in_model`, reverts the update.
         """
         vectors, updater = self.vectors, self.setup.updater
         self.parameters, *states = self._spare
@@ -177,7 +177,7 @@ class GroupReplica(Replica):
         updater.state = dict(zip(updater.state, states, strict=True))
 
     async def catch_up(self) -> None:
-        """Leaves out rounds that went on without this worker: they are in the parameters that it has got."""
+        """Skips rounds that continued without this worker: the parameters that it received contain them."""
         if missed := self._missed():
             self._handed_out(missed)()
             self._skip()
@@ -191,7 +191,7 @@ class GroupReplica(Replica):
         return await rehearse(self._context, self.parameters, self._gradient, self._part_sums, done)
 
     async def asked_to_stand(self) -> None:
-        """Returns when the coordinator lets this worker begin no further minibatch. Raises as `BatchGate.gate`."""
+        """Returns when the coordinator stops this worker. Raises as `BatchGate.gate`."""
         await self._context.batch_gate.asked()
 
     # ---- see `GroupWorker` ----------------------------------------------------------------
@@ -239,7 +239,7 @@ class GroupReplica(Replica):
         return gradient
 
     async def _go_on(self, gradient: ComputedGradient, before: Awaitable[Result]) -> None:
-        """Trains on the last minibatches of a step, while what came before them is exchanged."""
+        """Trains on the last minibatches of a step while the earlier ones are exchanged."""
         result, local = await asyncio.shield(before), self._local
         if result.refused or local is None:
             return

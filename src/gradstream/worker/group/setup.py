@@ -1,4 +1,4 @@
-"""How one worker exchanges in a group, and what it counts of that."""
+"""How one worker exchanges in a group, and its counters."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class GroupSetup:
         updater: the update rule, with the state that this worker keeps.
         sharded: each worker updates only its own slice of every bucket.
         parameters: parameters of this worker; if sharded in shared memory, one vector of all workers.
-        spare: where a death during an update is survived though each worker updates its own slices: a second vector for
-            the parameters, and for each state, into which the update is made.
+        spare: second vectors for the parameters and each state, into which updates are written so that a death during
+            an update is survived although each worker updates its own slices.
         factors: exchanges layers as factors; None if no layer may be.
         stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
-        joint: computes the parts of this worker and of those for which it stands in; None if it does for nobody.
-        coded: sums gradients whose parts travel encoded; None if they travel as they are.
+        joint: computes the parts of this worker and of those for which it stands in; None if there are none.
+        coded: sums gradients in encoded messages; None if messages are not encoded.
         low_rank: sums matrices as products of thin ones; None if they are summed as they are.
-        noise: gets the squares of gradients, where they are measured; else None.
+        noise: receives the squares of gradients, if they are measured; else None.
     """
 
     group: Group
@@ -74,13 +74,13 @@ class GroupMeter:
 
     Args:
         runtime: runtime of the worker's node.
-        attribution: takes down for whom the worker waited: for the group, or for its own update.
+        attribution: records whom the worker waited for: the group, or its own update.
         on_transfer: called with each exchange of a whole gradient.
 
     Attributes:
         num_rounds: number of updates.
-        exchanged_bytes: bytes that the worker has given to exchanges.
-        whole_bytes: bytes that it would have given, had all been summed as it is.
+        exchanged_bytes: bytes that the worker has sent in exchanges.
+        whole_bytes: bytes that it would have sent without encoding.
     """
 
     def __init__(
@@ -121,7 +121,6 @@ class GroupAssembly:
     """Forms a worker's groups, and makes its setup in each.
 
     Args:
-        assembly: what the exchange is made of.
         strategy: strategy of the run.
         heard: called with events that describe a group.
     """
@@ -134,9 +133,9 @@ class GroupAssembly:
         self._heard = heard
 
     async def form(self, notice: v1.Notice) -> Group:
-        """Forms the group of the workers that are in."""
+        """Forms the group of the present workers."""
         config, context = self._config, self._context
-        part = config.part  # a worker that is in has all its parts
+        part = config.part  # a present worker has all its parts
         names = [member_name(part, node.rank) for node in notice.nodes if node.role == "worker"]
         rank = names.index(context.runtime.node)
         members = GroupMembers(names, rank, notice.epoch, config.plan.job.deadlines.silence_s)
@@ -148,7 +147,7 @@ class GroupAssembly:
         )
 
     async def setup(self, group: Group, notice: v1.Notice, before: GroupSetup | None = None) -> GroupSetup:
-        """How this worker exchanges in the group of a notice; takes over from the setup before what can stay."""
+        """How this worker exchanges in the group of a notice. Reuses what it can of the previous setup."""
         config, layout = self._config, self._config.model.layout
         sharded = self._strategy.sharded
         if sharded is None:  # a user's loop may look at all parameters after another worker's death
@@ -207,9 +206,9 @@ class GroupAssembly:
         return NoiseMeter(self._config.rank, group.size * parts, pieces=1, emit=self._context.member.emit)
 
     async def _common(self, group: Group, buckets: Buckets) -> tuple[Vector, Updater, Sequence[Vector]]:
-        """Parameters that all workers share, the rule for this worker's slices of them, and vectors to spare.
+        """Parameters that all workers share, the rule for this worker's slices of them, and spare vectors.
 
-        Where the loss of a worker is survived, the workers share the rule's state as well, and have all of it twice.
+        If the run survives the loss of a worker, the workers also share the rule's state, and have everything twice.
         """
         config, layout = self._config, self._config.model.layout
         common = partial(group.common, layout.elems, layout.dtype)
@@ -264,7 +263,7 @@ class GroupAssembly:
 
 
 def _host_of(address: str) -> str:
-    """The host of an address host:port; any other address whole."""
+    """The host of an address host:port; any other address unchanged."""
     first = address.split(" ")[0]
     host, _, port = first.rpartition(":")
     return host if port.isdigit() else first

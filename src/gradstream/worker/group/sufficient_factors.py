@@ -1,13 +1,13 @@
-"""Layers whose gradients travel as factors: every worker forms the product of the joined batch itself.
+"""Layers whose gradients are sent as factors: every worker forms the product of the joined batch itself.
 
     ∇W = Σ_r w_r δ_rᵀ x_r      all-gather of (w_r δ_r, x_r) over the workers r, instead of a sum of products
 
-What a layer needs each round follows from the plan and from what all workers have agreed on, so that all
-call the same operations. In the first round the backward pass itself determines whether a layer's gradient is
-one product of a row per sample; where it is not, on any worker, the layer goes the usual way from there on.
+The exchange of a layer follows from the plan and from what all workers have agreed on, so that all call the same
+operations. In the first round, the backward pass shows whether a layer's gradient is one product with one row per
+sample; if it is not on any worker, the layer's gradient is exchanged whole from then on.
 
-Workers get the same bits where their machines multiply matrices alike: on processors of the same kind, with
-as many threads each.
+Workers get the same bits if their machines multiply matrices alike: on processors of the same kind, with equal
+numbers of threads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.telemetry.events import FactorsEvent
 
 Decide = Callable[[FactoredLayer, int], bool]
-"""Whether the gradient of a layer goes as factors, with this many rows a worker; the same at all workers."""
+"""Whether a layer's gradient is sent as factors, given the rows of a worker. The same on all workers."""
 
 BLOCK_ELEMS = 64  # of `slice_of`
 
 
 def outside(bucket: tuple[int, int], layers: Sequence[FactoredLayer | MatrixPlace]) -> list[tuple[int, int]]:
-    """[start, stop) of what a bucket has besides these layers, which are in the order of the vector."""
+    """[start, stop) of a bucket's elements outside these layers, which are in the order of the vector."""
     pieces, done = [], bucket[0]
     for layer in layers:
         if layer.start < bucket[1] and layer.stop > done:
@@ -69,7 +69,7 @@ class _Round:
         return cls(layer, sizes, span, own, FactorPair(layer, *_factors(layer, span.tensor, sizes, rank)))
 
     def weigh(self, weight: float) -> None:
-        """Multiplies this worker's share in."""
+        """Multiplies this worker's factors by its weight."""
         if self.pair.state == "empty":
             self.pair.clear()
         if math.isnan(weight):
@@ -78,7 +78,7 @@ class _Round:
             self.pair.delta.mul_(weight)
 
     def form(self, gradient: torch.Tensor) -> None:
-        """The product of the joined batch into its place of (E,), in the order of ranks."""
+        """Writes the product of the joined batch into its place of (E,), summed in the order of ranks."""
         place = self.layer.place(gradient)
         first = True
         for rank, rows in enumerate(self.sizes):
@@ -107,15 +107,14 @@ def _factors(
 
 
 class SufficientFactors:
-    """What a worker does for the layers that may go as factors.
+    """Exchanges a worker's layers as factors.
 
     Args:
-        runtime: of this node.
         group: the workers.
-        layers: of the model, in the order of the vector.
-        decide: which of them, in a round.
-        dtype: of the model.
-        on_choice: told once what was chosen.
+        layers: layers of the model, in the order of the vector.
+        decide: chooses layers for a round.
+        dtype: dtype of the model.
+        on_choice: called once with the choice.
     """
 
     def __init__(
@@ -142,14 +141,14 @@ class SufficientFactors:
 
     @property
     def layers(self) -> Sequence[FactoredLayer]:
-        """Those that go as factors in this round, in the order of the vector."""
-        return [one.layer for one in self._round.values()]
+        """The layers that are sent as factors in this round, in the order of the vector."""
+        return [factored.layer for factored in self._round.values()]
 
     def begin(self, sizes: Sequence[int] | None) -> FactorPairs | None:
-        """Begins a round of this many samples at each worker; None if nobody knows.
+        """Begins a round with these numbers of samples of each worker, or None if they are unknown.
 
         Returns:
-            Where this worker's own factors land.
+            The memory for this worker's own factors.
         """
         rows = max(sizes or (0,))
         self._round = {
@@ -157,15 +156,15 @@ class SufficientFactors:
             for layer in (self._layers if rows else ())
             if layer.name not in self._refused and self._decide(layer, rows)
         }
-        return {name: one.pair for name, one in self._round.items()} or None
+        return {name: factored.pair for name, factored in self._round.items()} or None
 
     def _memory_of(self, layer: FactoredLayer, rows: int) -> Vector:
-        """As much as it takes; all workers make it in the same round, and in the same order."""
+        """Memory for a layer's factors. All workers allocate it in the same round, in the same order."""
         elems = part_of(layer, rows) * self._group.size
-        found = self._memory.get(layer.name)
-        if found is None or len(found) < elems:
-            found = self._memory[layer.name] = self._group.allocate(elems, self._dtype, "factors")
-        return found
+        memory = self._memory.get(layer.name)
+        if memory is None or len(memory) < elems:
+            memory = self._memory[layer.name] = self._group.allocate(elems, self._dtype, "factors")
+        return memory
 
     @property
     def agreed(self) -> bool:
@@ -173,24 +172,24 @@ class SufficientFactors:
         return self._shown and self._round.keys() <= self._agreed
 
     async def agree(self, gradient: Vector, rows: int) -> None:
-        """Before anything of a round is exchanged, its gradient (E,) done: the workers determine together.
+        """Agrees with the other workers on the layers, after the gradient (E,) and before any exchange of the round.
 
         Args:
             rows: this worker's samples.
         """
-        new = [one for name, one in self._round.items() if name not in self._agreed]
+        new = [factored for name, factored in self._round.items() if name not in self._agreed]
         if new:
-            refused = await self._asked([rows > 0 and one.pair.state == "refused" for one in new])
-            for one, no in zip(new, refused, strict=True):
+            refused = await self._asked([rows > 0 and factored.pair.state == "refused" for factored in new])
+            for factored, no in zip(new, refused, strict=True):
                 if no:
-                    await self._give_up(one, gradient)
-                self._agreed.add(one.layer.name)
+                    await self._give_up(factored, gradient)
+                self._agreed.add(factored.layer.name)
         if not self._shown:
             self._shown = True
             self._on_choice(self._choice())
 
     async def _asked(self, flags: Sequence[bool]) -> list[bool]:
-        """Whether any worker says so, one by one."""
+        """For each flag, whether any worker has set it."""
         if self._flags is None:
             self._flags = self._group.allocate(len(self._layers), torch.float64, "flags")
         span = self._flags[: len(flags)]
@@ -201,59 +200,62 @@ class SufficientFactors:
             [False] * len(flags) if total.tensor.is_meta else [count > 0 for count in total.tensor.tolist()]
         )
 
-    async def _give_up(self, one: _Round, gradient: Vector) -> None:
-        """The layer goes the usual way: the product that was not formed is formed now."""
-        place = gradient[one.layer.start : one.layer.stop]
+    async def _give_up(self, factored: _Round, gradient: Vector) -> None:
+        """Exchanges the layer's gradient whole: forms the product that was not formed yet."""
+        place = gradient[factored.layer.start : factored.layer.stop]
 
         def form(_: object) -> None:
-            if one.pair.state == "empty":
+            if factored.pair.state == "empty":
                 place.tensor.zero_()
-            one.pair.refuse(one.layer.place(gradient.tensor))
+            factored.pair.refuse(factored.layer.place(gradient.tensor))
 
-        work = Work("product", elems=len(one.pair.x) * len(place))
+        work = Work("product", elems=len(factored.pair.x) * len(place))
         await self._runtime.compute(form, work=work, writes=[place])
-        self._refused.add(one.layer.name)
-        del self._round[one.layer.name]
+        self._refused.add(factored.layer.name)
+        del self._round[factored.layer.name]
 
     def _choice(self) -> FactorsEvent:
         chosen = self._round
         return FactorsEvent(
             layers={layer.name: "factors" if layer.name in chosen else "gradient" for layer in self._layers},
-            factor_elems={name: len(one.own) for name, one in chosen.items()},
+            factor_elems={name: len(factored.own) for name, factored in chosen.items()},
             gradient_elems={layer.name: layer.elems for layer in self._layers},
         )
 
     async def exchange(self, layer: FactoredLayer, gradient: Vector, weight: float) -> Span:
-        """Gathers a layer's factors and forms the product, in its place of the gradient vector (E,).
+        """Gathers a layer's factors and writes their product into its place of the gradient (E,).
 
         Args:
             layer: the layer.
             gradient: the vector.
-            weight: of this worker's share; NaN makes the product NaN for all workers.
+            weight: weight of this worker's factors; NaN makes the product NaN for all workers.
 
         Returns:
-            What this worker has sent to each other one.
+            The data that this worker has sent to each other worker.
 
         Raises:
-            GradientError: its gradient is no product any more.
+            GradientError: the layer's gradient is not such a product any more.
             PeerLostError, DeadlineError: naming a worker.
         """
-        one = self._round[layer.name]
-        own = one.own
-        if one.pair.state == "refused":
+        factored = self._round[layer.name]
+        own = factored.own
+        if factored.pair.state == "refused":
             raise GradientError(
                 f"{layer.name}: its gradient was one product of a row per sample, and is not in this step; "
                 "say factors=False"
             )
         await self._runtime.compute(
-            lambda _: one.weigh(weight), work=Work("reduce", elems=len(own)), writes=[own], lane="exchange"
+            lambda _: factored.weigh(weight),
+            work=Work("reduce", elems=len(own)),
+            writes=[own],
+            lane="exchange",
         )
-        await self._group.all_gather(one.span)
+        await self._group.all_gather(factored.span)
         place = gradient[layer.start : layer.stop]
         await self._runtime.compute(
-            lambda _: one.form(gradient.tensor),
-            work=Work("product", elems=sum(one.sizes) * len(place)),
-            reads=[one.span],
+            lambda _: factored.form(gradient.tensor),
+            work=Work("product", elems=sum(factored.sizes) * len(place)),
+            reads=[factored.span],
             writes=[place],
             lane="exchange",
         )

@@ -1,1 +1,1 @@
-"""In pairs: each worker has parameters of its own, and exchanges with one other worker at a time."""
+"""The pairs topology: each worker has its own parameters, and exchanges with one other worker at a time."""

@@ -1,4 +1,4 @@
-"""A worker's exchange with one other worker at a time, where each has parameters of its own."""
+"""A worker's exchange in pairs, where each worker has its own parameters."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from gradstream.worker.unsent_state import encoder_of
 #     no request     all that it has, as a file: to the coordinator for a checkpoint, and to a worker that joins
 #    a `v1.Tensor`  a range of its parameters: to each worker that makes the mean of all, for a checkpoint or at the end
 #
-# It answers between two rounds, when all of this is of the same moment.
+# It answers between two rounds, when everything is consistent.
 
 METHOD = "replica"
 
 SIGNS = 4
-"""How often whoever waits for the end of a round hears within its patience that this worker lives."""
+"""Heartbeats that a caller waiting for the end of a round gets within its patience."""
 
 COUNTS = "counts"
 """Name of the tensor with the numbers of rounds, and of inner steps."""
 
 
 class PeerStates:
-    """Answers for one worker.
+    """Serves one worker's state.
 
     Args:
         runtime: runtime of the worker's node.
         replica: the worker.
-        silence_s: seconds of silence after which others give this worker up.
+        silence_s: seconds of silence after which others give up on this worker.
 
     Attributes:
-        ended: the worker goes through no more rounds.
+        ended: the worker makes no more rounds.
     """
 
     def __init__(self, runtime: Runtime, replica: PeerReplica, silence_s: float) -> None:
@@ -70,7 +70,7 @@ class PeerStates:
         endpoint.serve(METHOD, self._answer, model=False)
 
     def end(self) -> None:
-        """The worker goes through no more rounds."""
+        """Notes that the worker makes no more rounds."""
         self.ended = True
         self._replica.changed.ring()
 
@@ -103,9 +103,9 @@ class PeerStates:
         await send_file(stream, await self._copy(lambda _: parameters.tensor[start:stop].numpy().tobytes()))
 
     async def _until(self, stream: Stream, *, last: bool) -> None:
-        """Returns when the worker has begun, or, if `last`, has gone through its last round; and between two rounds.
+        """Waits until the worker has begun (or, if `last`, has made its last round) and is between two rounds.
 
-        The worker begins no further round until `_copy` has released it.
+        The worker begins no other round until `_copy` has released it.
         """
         for wait in (partial(self._ready, last), self._replica.still.acquire):
             while True:
@@ -133,36 +133,36 @@ class PeerStates:
 
 
 async def copy_of(endpoint: Endpoint, worker: str, silence_s: float) -> Mapping[str, torch.Tensor]:
-    """All that another worker has of its own, by name.
+    """Another worker's own state, by name.
 
     Raises:
-        PeerLostError, DeadlineError: it is gone, or silent.
-        RefusedError: it does not answer with a state.
+        PeerLostError, DeadlineError: the worker is lost or silent.
+        RefusedError: the worker does not answer with a state.
     """
     data = await receive_file(endpoint, worker, METHOD, b"", MOST_BYTES, silence_s)
     try:
-        found: Mapping[str, torch.Tensor] = safetensors.torch.load(data)
+        state: Mapping[str, torch.Tensor] = safetensors.torch.load(data)
     except SafetensorError as error:
         raise RefusedError(worker, "BAD_REQUEST", f"its state cannot be read: {error}") from error
-    return found
+    return state
 
 
 async def elements_of(
     endpoint: Endpoint, worker: str, start: int, like: torch.Tensor, silence_s: float, *, last: bool
 ) -> torch.Tensor:
-    """Elements of another worker's parameters, from `start` on, as many as there are in `like`.
+    """Elements of another worker's parameters, from `start` on, as many as `like` has.
 
     Args:
         endpoint: endpoint of the caller.
         worker: name of the worker.
         start: number of the first.
-        like: of the same shape and dtype.
-        silence_s: seconds of silence after which it is given up.
-        last: asks for those after its last round, which it may still be about to finish.
+        like: a tensor of the same shape and dtype.
+        silence_s: seconds of silence after which the caller gives up.
+        last: asks for the parameters after its last round, which it may still be about to finish.
 
     Raises:
-        PeerLostError, DeadlineError: it is gone, or silent.
-        RefusedError: it does not answer with as many elements.
+        PeerLostError, DeadlineError: the worker is lost or silent.
+        RefusedError: the worker does not answer with as many elements.
     """
     request = v1.Tensor(tag=start, elems=len(like), sequence=int(last)).SerializeToString()
     size_bytes = like.nbytes
@@ -174,36 +174,36 @@ async def elements_of(
     return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(like.dtype)
 
 
-def take_over(replica: PeerReplica, found: Mapping[str, torch.Tensor], where: str) -> None:
-    """Takes the vectors of a state that `copy_of` or a checkpoint has given.
+def take_over(replica: PeerReplica, state: Mapping[str, torch.Tensor], where: str) -> None:
+    """Adopts the vectors of a state from `copy_of` or a checkpoint.
 
     Raises:
-        DataError: it is of another model, strategy or update rule.
+        DataError: the state belongs to another model, strategy or update rule.
     """
     own = replica.own
     form = {name: (vector.tensor.shape, vector.tensor.dtype) for name, vector in own.items()}
-    counts = found.get(COUNTS)
+    counts = state.get(COUNTS)
     if (
-        form != {name: (one.shape, one.dtype) for name, one in found.items() if name != COUNTS}
+        form != {name: (tensor.shape, tensor.dtype) for name, tensor in state.items() if name != COUNTS}
         or counts is None
     ):
         raise DataError(
             f"worker-{replica.rank}: the state in {where} does not fit this model, strategy and update rule: it has "
-            f"{', '.join(found)}; resume from another checkpoint, or with the options that the run had"
+            f"{', '.join(state)}; resume from another checkpoint, or with the options that the run had"
         )
     for name, vector in own.items():
-        vector.tensor.copy_(found[name])
+        vector.tensor.copy_(state[name])
 
 
-def go_on_after(replica: PeerReplica, found: Mapping[str, torch.Tensor]) -> None:
-    """Goes on with the round after those of a state whose vectors were taken over."""
-    replica.version, replica.steps.updates = (int(count) for count in found[COUNTS])
+def go_on_after(replica: PeerReplica, state: Mapping[str, torch.Tensor]) -> None:
+    """Continues with the round after those of an adopted state."""
+    replica.version, replica.steps.updates = (int(count) for count in state[COUNTS])
 
 
 # ---- peers -------------------------------------------------------------------------------
 
 GONE = (PeerLostError, DeadlineError)
-"""What a worker that does not answer raises."""
+"""Errors of a worker that does not answer."""
 
 
 async def make(assembly: Assembly) -> PeerExchange:
@@ -236,9 +236,9 @@ class PeerExchange(Exchange):
     Args:
         context: the worker's place in the run.
         strategy: strategy of the run.
-        pairwise: the exchanges of this worker's node, which partners reach already.
+        pairwise: the exchanges of this worker's node, which already serve partners.
         replica: makes the replica, which reports its transfers.
-        restores: the checkpoint that the run continues from, if there is one, has the state of this strategy's workers.
+        restores: the checkpoint that the run continues from, if any, has the state of this strategy's workers.
         chunk_elems: elements of a chunk. A checkpoint has a version for each.
     """
 
@@ -270,7 +270,7 @@ class PeerExchange(Exchange):
         self._hear(context.member.notice)
 
     def _hear(self, notice: v1.Notice) -> None:
-        """Gives up the exchange with a worker that is lost, or has another process now."""
+        """Gives up the exchange with a worker that is lost or was restarted."""
         before, self._members = self._members, {node.name: node.incarnation for node in notice.nodes}
         for name, incarnation in before.items():
             if self._members.get(name) != incarnation:
@@ -283,14 +283,14 @@ class PeerExchange(Exchange):
 
     @property
     def others(self) -> list[str]:
-        """Names of the other workers that are there, by rank."""
+        """Names of the other present workers, by rank."""
         names = names_of(self._context.member.notice.nodes, "worker")
         return [name for name in names if name != self._context.runtime.node]
 
     # ---- the beginning --------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """See `Exchange`: all make the same first parameters, or read their own state; a latecomer copies another's."""
+        """See `Exchange`: all make or read the same parameters; a late worker copies another's."""
         context, replica = self._context, self.replica
         if context.late:
             await self._copy_another()
@@ -304,16 +304,16 @@ class PeerExchange(Exchange):
         self._keep_snapshots(self._source)
 
     async def _copy_another(self) -> None:
-        """Goes on from the state of the worker of the lowest rank that answers, and with the round where that is."""
+        """Continues from the state and round of the worker of the lowest rank that answers."""
         context = self._context
         for name in self.others:
             try:
-                found = await copy_of(context.endpoint, name, context.config.plan.job.deadlines.silence_s)
+                state = await copy_of(context.endpoint, name, context.config.plan.job.deadlines.silence_s)
             except GONE:
                 continue
-            take = partial(take_over, self.replica, found, name)
-            await context.runtime.beside(take, work=Work("copy", elems=sum(map(torch.numel, found.values()))))
-            go_on_after(self.replica, found)
+            take = partial(take_over, self.replica, state, name)
+            await context.runtime.beside(take, work=Work("copy", elems=sum(map(torch.numel, state.values()))))
+            go_on_after(self.replica, state)
             return
         raise PeerLostError(
             context.runtime.node,
@@ -321,21 +321,21 @@ class PeerExchange(Exchange):
         )
 
     async def _restore(self) -> None:
-        """Goes on from this worker's own state; without one, from the mean of all."""
+        """Continues from this worker's own state or, without one, from the mean of all."""
         context, replica, resume = self._context, self.replica, self._context.resume
         assert resume is not None
         storage, folder, node = context.runtime.storage, resume.folder, context.runtime.node
         elems = len(replica.parameters)
 
         def restore() -> bool:
-            found = read_own(storage, folder, "replica", node) if self._restores else None
-            if found is None:
+            state = read_own(storage, folder, "replica", node) if self._restores else None
+            if state is None:
                 load(storage, folder, {"": [(0, replica.parameters.tensor)]})
                 replica.version = resume.rounds
             else:
-                take_over(replica, found, folder)
-                go_on_after(replica, found)
-            return found is not None
+                take_over(replica, state, folder)
+                go_on_after(replica, state)
+            return state is not None
 
         if not await context.runtime.beside(restore, work=Work("restore", elems=elems)) and self._restores:
             say(
@@ -351,7 +351,7 @@ class PeerExchange(Exchange):
         self._states.end()
 
     async def finish(self) -> None:
-        """See `Exchange`: the mean over all workers that are there, each after its last round."""
+        """See `Exchange`: the mean over all present workers, each after its last round."""
         replica, runtime = self.replica, self._context.runtime
         mean = runtime.memory.allocate(len(replica.parameters), replica.parameters.tensor.dtype, "mean")
         for name in await self.mean(mean.all, 0, last=True):
@@ -359,7 +359,7 @@ class PeerExchange(Exchange):
         replica.parameters = mean
 
     async def mean(self, into: Span, start: int, *, last: bool) -> list[str]:
-        """Writes the mean of all workers' parameters, of the elements from `start` on, summed in the order of ranks.
+        """Writes the mean of all workers' parameters from element `start` on, summed in the order of ranks.
 
         Args:
             into: overwritten.
@@ -367,7 +367,7 @@ class PeerExchange(Exchange):
             last: see `elements_of`.
 
         Returns:
-            Names of workers that do not answer. The mean is over the others.
+            Names of the workers that do not answer. The mean is over the others.
         """
         context, runtime = self._context, self._context.runtime
         own, me, gone = self.replica.parameters, runtime.node, list[str]()
@@ -431,8 +431,8 @@ class PeerExchange(Exchange):
 class _PeerSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: a slice of the mean of all workers' parameters.
 
-    All workers stand after the same round, and each makes the mean of its own slice. What a worker has of its own is in
-    a file of its own: see `PeerStates`.
+    All workers stop after the same round, and each computes the mean of its own slice. A worker's own state is in a
+    separate file: see `PeerStates`.
 
     Args:
         exchange: the exchange of this worker.
@@ -446,7 +446,7 @@ class _PeerSnapshot:
 
     @property
     def _place(self) -> tuple[int, int]:
-        """Rank among the workers that are there, and their number."""
+        """Rank among the present workers, and their number."""
         context = self._exchange.context
         names = names_of(context.member.notice.nodes, "worker")
         return names.index(context.runtime.node), len(names)
@@ -470,11 +470,11 @@ class _PeerSnapshot:
         return [self._exchange.replica.version] * len(chunks.chunks_of(rank))
 
     def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
-        """See `SnapshotSource`: there are no servers that could have one."""
+        """See `SnapshotSource`: without servers there are none."""
         return ()
 
     def still(self) -> AbstractAsyncContextManager[object]:
-        """See `SnapshotSource`: all workers stand. Fills the pieces in first.
+        """See `SnapshotSource`: all workers stand still. Fills in the pieces first.
 
         Raises:
             DataError: a worker does not answer.

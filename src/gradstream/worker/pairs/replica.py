@@ -1,4 +1,4 @@
-"""A replica that exchanges with one other worker at a time, and has parameters of its own."""
+"""A replica that exchanges with one other worker at a time, and has its own parameters."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class PeerReplica(Replica):
             is decoded, of their own vector too. So what the codec leaves out is dropped from both halves of the mean,
             and what it keeps for the next round counts once.
         on_transfer: called with each exchange that is done.
-        on_alone: called with each that is not, though there was a partner.
+        on_alone: called with each exchange that failed although there was a partner.
 
     Attributes:
         pairwise, seed, state, numbers: see `api.PeerWorker`.
-        exchanges_done: number of exchanges that are done.
-        whole_bytes: bytes that they would have given, had nothing been encoded.
-        changed: rings when the worker has begun, and when it has ended.
-        still: held in a round. Whoever else holds it has parameters and state of the same moment.
+        exchanges_done: number of completed exchanges.
+        whole_bytes: bytes that they would have sent without encoding.
+        changed: notified when the worker has begun, and when it has ended.
+        still: held during a round. Another holder sees consistent parameters and state.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class PeerReplica(Replica):
             )
         self._on_transfer = on_transfer
         self._on_alone = on_alone
-        self._taken: list[Vector] = []  # where the partner's vectors land
-        self._round: ComputedGradient | None = None  # the current one
+        self._taken: list[Vector] = []  # memory for the partner's vectors
+        self._round: ComputedGradient | None = None  # the current round
         self.still = asyncio.Lock()
         assert isinstance(context.gradients, LocalParameters | LoopSource)
         self.steps = context.gradients
@@ -97,7 +97,7 @@ class PeerReplica(Replica):
 
     @property
     def own(self) -> Mapping[str, Vector]:
-        """All that this worker has of its own, by name: parameters, what the strategy keeps, and the inner state."""
+        """This worker's own state by name: parameters, the strategy's vectors, and the inner optimizer's state."""
         inner = {f"inner.{name}": vector for name, vector in self.steps.state.items()}
         return {"parameters": self.parameters, **self.state, **self.numbers, **inner}
 
@@ -107,7 +107,7 @@ class PeerReplica(Replica):
         self.state, self._taken = {}, []
 
     async def newest(self) -> torch.Tensor:
-        """See `Replica.newest`: this worker's own, since nobody has those of all."""
+        """See `Replica.newest`: this worker's own, since there are no common parameters."""
         return self.parameters.tensor
 
     async def _flush(self) -> None:
@@ -125,12 +125,12 @@ class PeerReplica(Replica):
         return gradient.vector
 
     async def pass_on(
-        self, to: int | None, giver: int | None, given: Sequence[Vector]
+        self, to: int | None, giver: int | None, vectors: Sequence[Vector]
     ) -> tuple[bool, Sequence[Vector] | None]:
         """See `strategies.api.PeerWorker`."""
-        taken, begun_ns = self._landing_for(given), self._runtime.now()
+        taken, begun_ns = self._landing_for(vectors), self._runtime.now()
         names = _name(to), _name(giver)
-        gives, takes = [one.all for one in given], [one.all for one in taken]
+        gives, takes = [vector.all for vector in vectors], [vector.all for vector in taken]
         why = await self.pairwise.pass_on(self.version, names[0], names[1], gives, takes)
         self._attribution.note(Kind.WORKER, names[1] or self._runtime.node, begun_ns, self._runtime.now())
         if not why[1] and not await self._sound(taken):
@@ -139,15 +139,15 @@ class PeerReplica(Replica):
             if name and reason:
                 self._on_alone(AloneEvent(rank=self.rank, round=self.version, partner=name, reason=reason))
         if not why[0]:
-            self._count(gives, given, begun_ns)
+            self._count(gives, vectors, begun_ns)
         return not why[0], None if why[1] else taken
 
-    async def meet(self, partner: int | None, given: Sequence[Vector]) -> Sequence[Vector] | None:
+    async def exchange_with(self, partner: int | None, vectors: Sequence[Vector]) -> Sequence[Vector] | None:
         """See `strategies.api.PeerWorker`."""
-        taken, name = self._landing_for(given), _name(partner)
-        gives, takes = [one.all for one in given], [one.all for one in taken]
+        taken, name = self._landing_for(vectors), _name(partner)
+        gives, takes = [vector.all for vector in vectors], [vector.all for vector in taken]
         if self._encoder is not None and name:
-            await self._encode(self._encoder, given[0])
+            await self._encode(self._encoder, vectors[0])
             gives[0], takes[0] = self._coded.all, self._coded_taken.all
         begun_ns = self._runtime.now()
         why = await self.pairwise.swap(self.version, name, gives, takes)
@@ -160,7 +160,7 @@ class PeerReplica(Replica):
             if name:
                 self._on_alone(AloneEvent(rank=self.rank, round=self.version, partner=name, reason=why))
             return None
-        self._count(gives, given, begun_ns)
+        self._count(gives, vectors, begun_ns)
         return taken
 
     async def _encode(self, encoder: Encoder, vector: Vector) -> None:
@@ -174,7 +174,7 @@ class PeerReplica(Replica):
         await self._runtime.compute(encode, work=Work("copy", elems=len(vector)), writes=writes)
 
     async def _decode(self, encoder: Encoder, into: Vector, partner: str) -> str:
-        """Decodes the partner's vector. Returns "", or why these are no bytes of the codec."""
+        """Decodes the partner's vector. Returns "", or why its bytes cannot be decoded."""
 
         def decode(_: object) -> str:
             try:
@@ -186,28 +186,31 @@ class PeerReplica(Replica):
         reads, work = [self._coded_taken.all], Work("copy", elems=len(into))
         return await self._runtime.compute(decode, work=work, reads=reads, writes=[into.all], shape_only="")
 
-    def _landing_for(self, given: Sequence[Vector]) -> list[Vector]:
-        """Vectors for what the partner gives: as long as what it gets."""
-        for number, one in enumerate(given[len(self._taken) :], len(self._taken)):
+    def _landing_for(self, vectors: Sequence[Vector]) -> list[Vector]:
+        """Memory for the partner's vectors, as long as the ones it gets."""
+        for number, vector in enumerate(vectors[len(self._taken) :], len(self._taken)):
             self._taken.append(
                 self._allocate(
-                    len(one), one.tensor.dtype, f"partner's {number}", lead_bytes=self._layout.lead_bytes
+                    len(vector),
+                    vector.tensor.dtype,
+                    f"partner's {number}",
+                    lead_bytes=self._layout.lead_bytes,
                 )
             )
-        return self._taken[: len(given)]
+        return self._taken[: len(vectors)]
 
-    def _count(self, gives: Sequence[Span], given: Sequence[Vector], begun_ns: int) -> None:
-        """Counts an exchange that is done, with what was sent, and what that stands for."""
+    def _count(self, gives: Sequence[Span], vectors: Sequence[Vector], begun_ns: int) -> None:
+        """Counts a completed exchange, with the bytes sent and the bytes without encoding."""
         self.exchanges_done += 1
-        self.whole_bytes += sum(one.tensor.nbytes for one in given)
+        self.whole_bytes += sum(vector.tensor.nbytes for vector in vectors)
         sent_bytes = sum(span.tensor.nbytes for span in gives)
         self._on_transfer(Transfer("push", (self._runtime.now() - begun_ns) / 1e9, sent_bytes))
 
     async def _sound(self, taken: Sequence[Vector]) -> bool:
         return await self._runtime.compute(
-            lambda _: all(finite(one.tensor) for one in taken),
+            lambda _: all(finite(vector.tensor) for vector in taken),
             work=Work("copy", elems=sum(map(len, taken))),
-            reads=[one.all for one in taken],
+            reads=[vector.all for vector in taken],
             shape_only=True,
         )
 

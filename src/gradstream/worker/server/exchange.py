@@ -34,7 +34,7 @@ from gradstream.worker.unsent_state import encoder_of
 
 
 async def make(assembly: Assembly) -> ServerExchange:
-    """Makes a worker's exchange, with a replica that sends rows where the strategy asks for it."""
+    """Makes a worker's exchange, with a replica that sends rows if the strategy asks for it."""
     context, config, agreement = assembly.context, assembly.config, assembly.agreement
     parts, changed, strategy = assembly.replica_context(), row_exchange_of(config), config.plan.strategy
     assert isinstance(strategy, ServerStrategy)
@@ -112,7 +112,7 @@ class ServerExchange(Exchange):
         self.replica = replica(self._client)
 
     def redo_torn(self, parts: ReplicaContext, agreement: Agreement | None) -> None:
-        """Lets this worker redo pushes of lost workers, and others redo its own if it is lost.
+        """Lets this worker redo lost workers' pushes, and other workers redo its pushes if it is lost.
 
         Receipts of a split replica are in the order in which each of its processes pushes.
         """
@@ -164,7 +164,7 @@ class ServerExchange(Exchange):
         stand_in.hear(member.notice)
 
     async def begin(self) -> None:
-        """See `Exchange`: the worker of the lowest rank sends the first parameters to the shards; the others fetch."""
+        """See `Exchange`: the worker of the lowest rank sends initial parameters to the shards; the others fetch."""
         context, replica = self._context, self.replica
         if context.late and replica.stand_in is not None:
             member = context.member
@@ -176,10 +176,10 @@ class ServerExchange(Exchange):
             await context.init(replica.parameters)
             await self._client.assign(replica.parameters)
         else:
-            self._task = context.runtime.spawn(self._take_over(), name=f"{context.runtime.node}-heir")
+            self._task = context.runtime.spawn(self._take_over(), name=f"{context.runtime.node}-substitute")
 
     async def _take_over(self) -> None:
-        """Assigns the first parameters if the worker of the lowest rank died before it did."""
+        """Sends the initial parameters if the worker of the lowest rank died before it did."""
         context = self._context
         await context.member.heard(context.is_lowest)
         if self.replica.version >= 0:
@@ -203,8 +203,8 @@ class ServerExchange(Exchange):
     async def finish(self) -> None:
         """See `Exchange`: fetches again.
 
-        The shards first apply sums that are still incomplete, since no other push will complete them. The fetch
-        lands in the gradient's memory: where fetches never overlap compute, the back buffer was never touched.
+        The shards first apply incomplete sums, since no other push will complete them. The fetch goes into the
+        gradient's memory, since without overlapping fetches the back buffer was never touched.
         """
         await self._client.reclaim_back_buffer()
         await self.replica.pull(flush=True)

@@ -25,10 +25,10 @@ class NextUpdate:
         base: versions of the worker's parameters, by chunk.
 
     Attributes:
-        update: the update, as far as it is known.
+        update: the update so far.
         lr: η.
         num_summed: number of gradients in the sum.
-        refs: minibatches, those without samples included, that are not in updates of every chunk.
+        refs: minibatches (also those without samples) that are not in updates of every chunk.
     """
 
     def __init__(self, base: Sequence[int]) -> None:
@@ -40,7 +40,7 @@ class NextUpdate:
         self._taken = [0] * len(base)  # by chunk, the same at its last update
 
     def begins_with(self, gradient: ComputedGradient) -> bool:
-        """Whether the sum begins with this gradient, whose rate is η then.
+        """Whether the sum begins with this gradient, whose rate then becomes η.
 
         A sum of gradients at a rate of 0 counts for nothing: the first gradient of another rate replaces it.
         """

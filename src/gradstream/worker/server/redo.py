@@ -1,13 +1,13 @@
-"""Torn pushes of lost workers, which this worker redoes for the chunks that lack them.
+"""Redoes torn pushes of lost workers for the chunks that lack them.
 
     parameters, just fetched ──gradient of each minibatch──▶ sum ──pushed in the lost worker's name──▶ every chunk
 
-It does so beside the strategy, in memory of its own, which is freed afterwards: so a worker redoes pushes also
-while it stands for a snapshot, is paused, or waits for minibatches. The arithmetic thread computes one thing at a
-time, so a push is redone between two gradients of the worker's own.
+This runs beside the strategy, in separate memory that is freed afterwards, so a worker also redoes pushes while it
+stands still for a snapshot, is paused, or waits for minibatches. The arithmetic thread does one thing at a time, so a
+push is redone between two gradients of the worker itself.
 
-Where the replica is several processes, each redoes the pushes of its own part, and they compute the gradients
-together: the worker chooses when (`worker.parts.agreement`).
+If the replica has several processes, each redoes the pushes of its own part, and they compute the gradients together,
+when the worker decides (`worker.parts.agreement`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Key = tuple[str, int, int]
 
 
 class Redos:
-    """The pushes that one worker redoes, or another process of its replica.
+    """The pushes that one process of a replica redoes.
 
     Args:
         context: the process's place in the run.
         parts: parts of its replica.
         server: its client of the parameter server.
-        turn: the time in which a push of these minibatches may be redone.
+        turn: a context in which a push of these minibatches may be redone.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Redos:
         self._turn = turn
 
     def hear(self, notice: v1.Notice) -> None:
-        """Begins to redo the pushes that the coordinator asks this process for."""
+        """Begins to redo the pushes that the coordinator requests from this process."""
         named = dict[Key, v1.Redo]()
         for lost in notice.fenced:
             for redo in lost.redos:
@@ -77,7 +77,7 @@ class Redos:
             del self._tasks[key]
 
     def cancel(self) -> None:
-        """Ends all of that."""
+        """Cancels all redos."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -142,7 +142,7 @@ class Redos:
     async def _gradient(
         self, ref: BatchRef, parameters: Vector, vector: Vector, sums: Vector | None
     ) -> ComputedGradient:
-        """The mean gradient of a minibatch at these parameters, with its weight decay where gradients have it."""
+        """The mean gradient of a minibatch at these parameters, with weight decay if gradients include it."""
         parts, source = self._parts, self._parts.gradients
         size = parts.schedule.size(ref)
         samples: tuple[Batch, ...] | None = None
@@ -176,7 +176,7 @@ class Redos:
 
 
 def _add(total: Vector, gradient: Vector, weight: float | None, _: Any) -> None:
-    """Adds a gradient to the sum; begins the sum with it where it has no weight."""
+    """Adds a gradient to the sum, or begins the sum with it if `weight` is None."""
     if weight is None:
         total.tensor.copy_(gradient.tensor)
     else:

@@ -1,10 +1,10 @@
 """A replica that exchanges through the parameter server: its vectors, and the operations of push and fetch.
 
-It has four vectors: parameters, back buffer (where the next fetch lands), gradient, and sum. With momentum, and
-where no fetch overlaps compute, there is a velocity instead of a back buffer. Vectors change roles instead of
-being copied: `swap_in` swaps parameters and back buffer, `pull` swaps parameters and gradient, and accumulating
-the first gradient of a period swaps gradient and sum. A worker that updates its own parameters (`optimize`) has no
-sum but the state of the update rule; it pushes from the back buffer.
+It has four vectors: parameters, back buffer (for the next fetch), gradient, and sum. With momentum, and if no fetch
+overlaps computation, a velocity replaces the back buffer. Vectors change roles instead of being copied: `swap_in` swaps
+parameters and back buffer, `pull` swaps parameters and gradient, and accumulating the first gradient of a period swaps
+gradient and sum. A worker that updates its own parameters (`optimize`) has the update rule's state instead of a sum,
+and pushes from the back buffer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ServerReplica(Replica):
         server: client of the parameter server, with a back buffer.
 
     Attributes:
-        stand_in: computes the parts of lost workers in each round; None if nobody does.
+        stand_in: computes the parts of lost workers in each round; None if no worker does.
     """
 
     def __init__(self, context: ReplicaContext, server: ServerClient) -> None:
@@ -53,8 +53,8 @@ class ServerReplica(Replica):
         self._next = NextUpdate(self._base)
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
         self._velocity: Vector | None = None  # allocated by the first local step with momentum
-        self._updater: Updater | None = None  # made by the first step by the run's own rule
-        self._num_updates = 0  # by that rule
+        self._updater: Updater | None = None  # made by the first step of the run's own rule
+        self._num_updates = 0  # number of updates by that rule
         self._origin: Vector | None = None  # w_start of the worker's own parameters, until it is pushed
         self._pushed: Vector | None = (
             None  # its own parameters at their last push, where it continues from there
@@ -263,7 +263,7 @@ class ServerReplica(Replica):
         writes: Sequence[Vector],
         work: Work | None = None,
     ) -> None:
-        """Arithmetic that this worker waits for; over whole vectors, unless `work` says how much it is."""
+        """Awaits arithmetic over whole vectors, unless `work` gives its amount."""
         begun_ns = self._runtime.now()
         await self._runtime.compute(
             lambda _: arithmetic(),
@@ -274,7 +274,7 @@ class ServerReplica(Replica):
         self._meter.worked(begun_ns)
 
     async def _open_period(self, vector: Vector | None) -> None:
-        """Begins the next update in `vector`, once the push before no longer reads its own vector."""
+        """Begins the next update in `vector`, once the previous push no longer reads its vector."""
         await self.server.flush()
         self._next.update.vector = vector
         if not self._next.update.num_gradients:
@@ -365,12 +365,12 @@ class ServerReplica(Replica):
 
     def _ranges(self, chunks: Sequence[int]) -> list[slice]:
         """The elements of some chunks; neighbours make one range."""
-        found: list[slice] = []
+        ranges: list[slice] = []
         for start, stop in map(self.server.chunks.bounds, sorted(chunks)):
-            if found and found[-1].stop == start:
-                start = found.pop().start
-            found.append(slice(start, stop))
-        return found
+            if ranges and ranges[-1].stop == start:
+                start = ranges.pop().start
+            ranges.append(slice(start, stop))
+        return ranges
 
     async def take_outer_gradient(
         self, chunks: Sequence[int] | None = None, *, goes_on: bool = False
@@ -480,7 +480,7 @@ def _work_of(ranges: Sequence[slice]) -> Work:
 
 
 def _fill_in(update: Update, gradient: ComputedGradient) -> None:
-    """Completes an update when more is known: size and rate of a loop's minibatch, or that it was refused."""
+    """Completes an update with the size and rate of a loop's minibatch, or with its refusal, once known."""
     if not gradient.samples and gradient.sound:
         update.sound = gradient.sound
         return

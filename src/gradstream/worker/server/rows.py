@@ -1,9 +1,9 @@
-"""A replica that exchanges only what has changed: rows of gradients up, rows of parameters down.
+"""A replica that exchanges only changes: rows of gradients up, rows of parameters down.
 
-Besides the parameters it has two vectors, which leave the row-sparse tensors ("tables") out: a gradient, and the
-sum of gradients. A fetch brings changed rows; `swap_in` first takes the worker's own steps since the last fetch
-back (`OwnSteps`), and then writes the rows into the parameters. So these are the server's, bit for bit, as if
-all of them had been fetched. No operation goes through a whole table.
+Besides the parameters it has two vectors without the row-sparse tensors ("tables"): a gradient, and the sum of
+gradients. A fetch brings changed rows; `swap_in` first reverts the worker's own steps since the last fetch
+(`OwnSteps`), and then writes the rows into the parameters. So these equal the server's parameters bit for bit, as if
+all had been fetched. No operation goes through a whole table.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class RowSum:
         self.tables.scale(factor)
 
     def take(self, parameters: torch.Tensor, lr: float, *, everything: bool) -> Mapping[int, UpdatePiece]:
-        """Takes the rows to be sent out of the sum, by chunk; chunks without such rows are skipped.
+        """Removes the rows to be sent from the sum, by chunk; chunks without such rows are skipped.
 
-        Without a threshold, the payloads of whole chunks lie in `rest`, which nobody may change until they are
-        sent. With a threshold, the rows that are sent become 0 in the sum, and the others are left.
+        Without a threshold, the payloads of whole chunks lie in `rest`, which must not change until they are sent.
+        With a threshold, the rows that are sent become 0 in the sum, and the others stay.
 
         Args:
             parameters: (E,), read.
@@ -152,7 +152,7 @@ class RowSum:
         return UpdatePiece(num_rows, Vector(f"rows of chunk {chunk}", payload).all)
 
     def _blocks(self, run: RowRange, chunk: torch.Tensor, test: Test | None) -> RowPart:
-        """Takes the blocks of a run of the rest that pass the test out of the sum; without a test, all of them."""
+        """Removes the blocks of a run of the rest that pass the test from the sum; without a test, all of them."""
         held = self.rest.tensor[run.row : run.row + run.stop - run.start]
         if test is None:
             return RowPart(run.first + torch.arange(run.num_rows), held)
@@ -165,7 +165,7 @@ class RowSum:
         return RowPart(run.first + blocks, values)
 
     def _chosen_rows(self, slot: Slot, parameters: torch.Tensor, test: Test) -> TableRows:
-        """Takes the rows of a table that pass the test out of the sum."""
+        """Removes the rows of a table that pass the test from the sum."""
         numbers, values = self.tables[slot]
         held = parameters[slot.start : slot.stop].view(slot.shape[0], -1)[numbers]
         chosen = test(values, held)
@@ -191,10 +191,9 @@ def _cut(elements: torch.Tensor, width: int) -> torch.Tensor:
 # ---- own steps ---------------------------------------------------------------------------
 # Local steps that can be taken back, for workers that fetch only changed rows.
 #
-# Such a fetch overwrites some of the worker's parameters. All others must be as the server had them. So a local step
-# keeps the elements that it overwrites, and the worker puts them back before it swaps in the next fetch. Of a row-
-# sparse tensor ("table") these are the rows that the step touches; of everything else ("the rest") one copy is kept
-# for each period.
+# Such a fetch overwrites some of the worker's parameters, and all others must equal the server's. So a local step saves
+# the elements that it overwrites, and the worker restores them before it swaps in the next fetch. Of a row-sparse
+# tensor ("table") these are the rows that the step touches; everything else ("the rest") is copied once a period.
 
 
 class OwnSteps:
@@ -264,11 +263,11 @@ def _rows_at(table: Slot, flat: torch.Tensor) -> torch.Tensor:
 # ---- rows --------------------------------------------------------------------------------
 
 BRIEF_ELEMS = 1 << 16
-"""Number of elements up to which arithmetic takes less time than its change of thread."""
+"""Number of elements up to which arithmetic is faster than switching threads for it."""
 
 
 class RowReplica(ServerReplica):
-    """Implements `strategies.api.ServerWorker` where only what has changed is exchanged.
+    """Implements `strategies.api.ServerWorker` by exchanging only changes.
 
     Args:
         context: parts of every replica.
@@ -298,7 +297,7 @@ class RowReplica(ServerReplica):
     # ---- down ---------------------------------------------------------------------------
 
     async def swap_in(self, arrival: Arrival) -> None:
-        """See `strategies.api.ServerWorker`: takes own steps back, then writes the rows that have come."""
+        """See `strategies.api.ServerWorker`: reverts own steps, then writes the fetched rows."""
         await arrival.done()
         assert isinstance(arrival, SparseDelta)
         delta, parameters = arrival, self.parameters
@@ -354,7 +353,7 @@ class RowReplica(ServerReplica):
         self._count(gradient, summed=True)
 
     async def _keep_left(self, lr: float) -> None:
-        """Begins the next sum with what was not significant, brought to the rate of that sum."""
+        """Begins the next sum with the insignificant rows, scaled to the rate of that sum."""
         total, rest, upcoming = self._total, self._total.rest, self._next
         upcoming.num_summed = int(total.left)
         if total.left and lr and upcoming.lr not in (0.0, lr):

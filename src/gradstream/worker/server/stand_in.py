@@ -1,4 +1,4 @@
-"""`StandIn`: computes the parts of lost workers in each round, besides the worker's own (`coordinator.stand_ins`)."""
+"""`StandIn`: computes the parts of lost workers in each round besides the worker's own (`coordinator.stand_ins`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PresentRound:
 
 
 class StandIn:
-    """Computes and pushes the minibatches of lost workers in each round, for which its worker stands in.
+    """Computes and pushes, in each round, the minibatches of lost workers for which its worker stands in.
 
     Args:
         runtime: runtime of the worker's node.
@@ -77,24 +77,24 @@ class StandIn:
         self._asked: dict[
             int, int
         ] = {}  # by rank of a lost worker, the newcomer that waits to take over, or 0
-        self._handed: dict[int, int] = {}  # by rank, the newcomer that it was handed over to
+        self._handed: dict[int, int] = {}  # by rank, the newcomer that has taken over
         self._begun_for: set[int] = set()  # ranks for which this worker has begun a round since it was asked
         self._parts: dict[int, tuple[GradientSource, Vector]] = {}  # by rank
         self._round: PresentRound | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def hear(self, notice: v1.Notice) -> None:
-        """Takes in for whom this worker stands in, from its current round on."""
-        mine = [stand_in for stand_in in notice.stand_ins if stand_in.worker == self._runtime.node]
-        self._asked = {one.rank: one.newcomer for one in mine}
+        """Updates for whom this worker stands in, from its current round on."""
+        own = [stand_in for stand_in in notice.stand_ins if stand_in.worker == self._runtime.node]
+        self._asked = {one.rank: one.newcomer for one in own}
         self._begun_for &= self._asked.keys()
         self._compute()
 
     def begin(self, present: PresentRound) -> None:
-        """Begins a round. A part that a newcomer waits for is the newcomer's from this round on.
+        """Begins a round. A newcomer that waits for a part gets it from this round on.
 
-        But not in the first round that this worker begins for a rank: the lost worker may have been ahead, and some
-        chunks may have its part of that round.
+        But not in the first round that this worker begins for a rank: the lost worker may have been ahead, so that some
+        chunks already have its part of that round.
         """
         for rank, newcomer in self._asked.items():
             if newcomer and self._handed.get(rank) == newcomer:

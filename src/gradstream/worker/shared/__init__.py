@@ -1,1 +1,1 @@
-"""Through one vector in memory that all workers of a machine write."""
+"""The shared-memory topology: all workers of a machine write one vector."""

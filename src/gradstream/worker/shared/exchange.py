@@ -1,7 +1,7 @@
 """A worker's exchange through memory that all workers share.
 
-The shared memory outlives any worker. A worker that dies leaves at most one sample half applied, and its locks. The
-workers that need these locks free them.
+The shared memory outlives any worker. A worker that dies leaves at most one sample half applied, and perhaps locks,
+which the workers that need them free.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradstream.worker.exchange import Exchange, ExchangeContext
 from gradstream.worker.shared.replica import SharedReplica, SharedWords
 
 LOOK_S = 1e-3
-"""Seconds between two looks at a word that another worker is to write."""
+"""Seconds between two reads of a word that another worker will write."""
 
 _TORCH = {
     np.dtype(np.int32): torch.int32,
@@ -119,7 +119,7 @@ class SharedExchange(Exchange):
         self._sparse = sparse
 
     async def begin(self) -> None:
-        """See `Exchange`: the worker of the lowest rank fills the shared memory; if it dies, the next one does."""
+        """See `Exchange`: the worker of the lowest rank fills the shared memory; if it dies, the next does."""
         context, words, runtime, sparse = (
             self._context,
             self.replica.words,
@@ -139,7 +139,7 @@ class SharedExchange(Exchange):
         self._keep_snapshots(self._snapshot_source)
 
     async def _fill_parameters(self) -> int:
-        """Makes the first parameters, or restores them; returns on how many minibatches they were trained."""
+        """Makes or restores the initial parameters; returns on how many minibatches they were trained."""
         context, parameters = self._context, self.replica.parameters
         if context.resume is None:
             await context.init(parameters)
@@ -250,7 +250,7 @@ class _SharedSnapshot:
         return {"": [(start, vector[start:stop]) for start, stop in bounds]}
 
     def versions(self, holders: Sequence[str]) -> Sequence[int]:
-        """See `SnapshotSource`: how many minibatches are in the model."""
+        """See `SnapshotSource`: the number of minibatches in the model."""
         return [self._replica.words.version] * len(self._owned()[1])
 
     def procedures(self, holders: Sequence[str]) -> Sequence[v1.Procedure]:
@@ -258,5 +258,5 @@ class _SharedSnapshot:
         return ()
 
     def still(self) -> AbstractAsyncContextManager[object]:
-        """See `SnapshotSource`: all workers stand."""
+        """See `SnapshotSource`: all workers stand still."""
         return nullcontext()

@@ -1,6 +1,6 @@
 """A replica without parameters of its own: all workers update one vector in shared memory.
 
-A worker computes its gradient while other workers write the vector, and adds it to the vector's present elements.
+A worker computes its gradient while other workers write the vector, and adds it to the vector's current elements.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class SharedWords:
         self._words[READY * LINE] = 1
 
     def count(self) -> None:
-        """Notes that one more minibatch of this worker is in the parameters."""
+        """Counts one more minibatch of this worker in the parameters."""
         self._words[self._own] += 1
 
     @property
     def version(self) -> int:
-        """Number of minibatches of all workers in the parameters, lost workers included."""
+        """Number of minibatches of all workers, including lost ones, in the parameters."""
         return int(self._words[BEFORE * LINE] + self._words[COUNTS * LINE :: LINE].sum())
 
     def owner(self, lock: int) -> int:
