@@ -177,7 +177,7 @@ class PartitionSpec:
         shares: relative amounts of data, one for each worker; None derives them from the batch sizes, "measured"
             from the speed of the workers.
         epochs, steps: length of the run; one of them may be None.
-        progress: samples that are in the model already, which the plan leaves out.
+        progress: samples that are already in the model, which the plan skips.
     """
 
     partitioning: Partitioning

@@ -295,7 +295,7 @@ class Ledger:
         return total
 
     def progress(self) -> DataProgress:
-        """The samples in the model: those of minibatches with a receipt, and those that the plan left out."""
+        """The samples in the model: those of minibatches with a receipt, and those that the plan skipped."""
         first = self.num_complete
         if first and first == self.num_epochs and not self._is_whole(first - 1):
             first -= 1  # it was complete for this run, which steps have ended inside of it

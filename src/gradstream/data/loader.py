@@ -51,7 +51,7 @@ def from_loader(
       Another sampler: its order, drawn again in each epoch (`set_epoch` is called, its `generator` and the global ones
       are seeded by run seed and epoch); it must be the same on all workers. A `DistributedSampler` is refused, since
       gradstream divides the data itself.
-    * `drop_last`: leaves out the last minibatch of each partition, or the last round, if it is short.
+    * `drop_last`: skips the last minibatch of each partition, or the last round, if it is short.
     * `collate_fn`, `num_workers`, `prefetch_factor`, `persistent_workers`, `timeout`, `pin_memory`: as in torch, in the
       process of each worker. `num_workers` processes of each worker read samples ahead. They must know the next
       samples, so each worker has its own partition (`assignment="partitions"`); minibatches that it takes over from

@@ -33,7 +33,7 @@ from gradstream.errors import ConfigError, InternalError
 # ---- batch sequence ----------------------------------------------------------------------
 # The base class of plans, which numbers a partition's minibatches over all epochs as one sequence.
 #
-# A plan of a resumed run has epochs of which some or all minibatches are left out.
+# A plan of a resumed run has epochs of which some or all minibatches are skipped.
 
 
 class BatchSequence(ABC):

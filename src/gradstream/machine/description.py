@@ -28,7 +28,7 @@ def num_cores() -> int:
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 addresses of this machine's network interfaces, by name; interfaces without one are left out."""
+    """IPv4 addresses of this machine's network interfaces, by name; interfaces without an address are skipped."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that `folder` has checked out, with "+" where files differ; None outside of git."""
+    """The commit checked out in `folder`, with "+" if files differ; None outside of git."""
     commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
         return None

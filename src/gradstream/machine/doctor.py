@@ -30,8 +30,8 @@ class DoctorResult:
 
     Args:
         what: the thing checked: "memory", "TLS", ...
-        text: its state; where the check fails, also the remedy.
-        state: the verdict.
+        text: its state; if the check fails, also the remedy.
+        state: the outcome.
     """
 
     what: str
@@ -62,7 +62,7 @@ def look_here(folder: Path) -> Iterator[DoctorResult]:
 
 
 def _all_installed(versions: Mapping[str, str]) -> DoctorResult:
-    """Checks that there are the packages that every node needs. They are not loaded: that takes a second."""
+    """Checks that the packages that every node needs are installed. They are not loaded: that takes a second."""
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
     missing = [
         name for name, version in versions.items() if version == "unknown" and name != "gradstream"

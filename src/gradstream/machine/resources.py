@@ -10,7 +10,7 @@ from pathlib import Path
 from gradstream.errors import ConfigError
 
 # ---- control group -----------------------------------------------------------------------
-# Memory in this process's control groups (versions 1 and 2): their limits, and what Linux has killed in them.
+# Memory in this process's control groups (versions 1 and 2): their limits, and kills by Linux in them.
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -35,9 +35,9 @@ _VERSION_1 = _Files(
 
 
 def own_groups(listing: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> list[Path]:
-    """Folders of this process's control groups that may limit memory, one for each version that is in use.
+    """Folders of this process's control groups that may limit memory, one for each version in use.
 
-    A container may see the name that its group has outside, and a folder that is not there: those above it count.
+    A container may see the name that its group has outside, and a folder that does not exist: its parents then count.
     """
     try:
         lines = [line.split(":", 2) for line in listing.read_text(encoding="utf-8").splitlines()]
@@ -69,8 +69,8 @@ def limit_bytes(groups: list[Path]) -> int | None:
 class MemoryKills:
     """Tells whether Linux has killed a process of this process's control groups because memory ran out.
 
-    It counts kills and does not say whom they hit, so a count that has grown when a child is found killed by SIGKILL
-    is taken for that child.
+    The count of kills does not say whom they hit, so a count that has grown when a child was killed by SIGKILL
+    is attributed to that child.
 
     Args:
         groups: folders of the control groups; None takes those of this process.
@@ -85,7 +85,7 @@ class MemoryKills:
         if self._count() <= self._known:
             self._known = self._count()
             return ""
-        self._known += 1  # two may have been killed since the last look
+        self._known += 1  # two may have been killed since the last check
         limit = limit_bytes(self._groups)
         if limit is None:
             return "Linux killed it because the memory of this machine ran out"
@@ -99,7 +99,7 @@ class MemoryKills:
 
 
 def _kills(group: Path) -> int:
-    """The number that the nearest group which has one counts."""
+    """The count of the nearest group that has one."""
     for folder in (group, *group.parents):
         for files in (_VERSION_2, _VERSION_1):
             count = fields_of(folder / files.kills).get("oom_kill")
@@ -126,7 +126,7 @@ def _number(path: Path) -> int | None:
 
 
 def fields_of(path: Path) -> dict[str, int]:
-    """Lines of the form "name number …" of a file; {} without it."""
+    """Lines of the form "name number …" of a file; {} if there is none."""
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -141,7 +141,7 @@ MOST_FILES, FILES, FILES_PER_NODE = 1 << 16, 48, 4
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path | None = None) -> int | None:
-    """Bytes of memory that new processes can use without swapping; None if the system does not tell.
+    """Bytes of memory that new processes can use without swapping; None if the system does not report it.
 
     The least of the machine's available memory and the rest of each limit of this process's control groups.
     """

@@ -37,7 +37,7 @@ from gradstream.telemetry.events import EventDict
 
 STEPS = 1
 """Minibatches of each worker before the run is asked to stop. The first one warms up, and is not measured; when
-the run stops, each worker has at least begun the next one."""
+the run stops, each worker has at least begun the next."""
 
 
 Check = Callable[[], str]
@@ -53,7 +53,7 @@ class CheckResult:
         ok: whether the check passed.
         detail: its figures, or what is wrong.
         seconds: its duration.
-        trace: traceback of the user's code, where that failed.
+        trace: traceback of the user's code, if that failed.
     """
 
     name: str

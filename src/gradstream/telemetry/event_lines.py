@@ -56,9 +56,9 @@ def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | N
     Args:
         line: the line, without its newline.
         max_bytes: most bytes of the line.
-        member: name of the worker or shard that has sent the line. Its class must then be one that members report,
+        member: name of the worker or shard that sent the line. Its class must then be one that members report,
             the node must have this name, all fields must be known, and all characters must be printable ASCII. None
-            for a line of a file, which another version may have written: unknown fields are then left out, and
+            for a line of a file, which another version may have written: unknown fields are then skipped, and
             missing ones get their default.
 
     Raises:
@@ -187,7 +187,7 @@ class EventLines:
 
 
 def read_events(path: Path) -> list[Mapping[str, Any]]:
-    """The events in a file of JSON lines; [] without a file. An incomplete last line is left out.
+    """The events in a file of JSON lines; [] if there is none. An incomplete last line is skipped.
 
     Lines that are no events of this version are skipped, and a message on stderr gives their number.
 

@@ -705,4 +705,4 @@ class FinishedEvent(Event):
     samples: int | None  # number of samples in the model, i.e. with a receipt; None in a stream
     train_s: float  # from the begin of training, initial parameters included, to the last receipt
     reason: str = ""  # why the run finished before its data was used up
-    dropped: int = 0  # number of samples that updates left out
+    dropped: int = 0  # number of samples that updates skipped

@@ -102,7 +102,7 @@ class Stopwatch:
     def computed(self, begin_ns: int, end_ns: int) -> None:
         """Notes a gradient. The gradients of one worker do not overlap.
 
-        The part of a gradient that lies before the step, because the previous step asked for it, is left out.
+        The part of a gradient that lies before the step, because the previous step asked for it, is skipped.
         """
         self._computed.append((max(begin_ns, self._begun_ns), end_ns))
 

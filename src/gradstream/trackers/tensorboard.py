@@ -157,14 +157,14 @@ def _masked(data: bytes) -> bytes:
 # ---- tensorboard -------------------------------------------------------------------------
 
 EVERY_S = 0.25
-"""Loss, throughput and logged figures are means over so many seconds; more points are of no use."""
+"""Loss, throughput and logged figures are means over this many seconds; more points are of no use."""
 
 
 class Scalars:
     """Turns the events of a run into points, one event at a time.
 
     Args:
-        every_s: loss/train, log/<name> and perf/samples_per_second are means over so many seconds of the run.
+        every_s: loss/train, log/<name> and perf/samples_per_second are means over this many seconds of the run.
     """
 
     def __init__(self, every_s: float = EVERY_S) -> None:

@@ -1,4 +1,4 @@
-"""Reads files where somebody else may have put anything else: none of these functions waits, whatever lies there."""
+"""Reads files that anybody may have replaced by anything: none of these functions blocks, whatever lies there."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gradstream.errors import ConfigError
 # ---- files -------------------------------------------------------------------------------
 
 FILE_BYTES = 1 << 28
-"""The longest file that is read whole."""
+"""Longest file to read whole."""
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> BinaryIO:
-    """Opens a file for reading, and not what only looks like one: a pipe, whose reader waits for a writer, or a device.
+    """Opens a regular file for reading, and refuses pipes, whose reader waits for a writer, and devices.
 
     Args:
-        links: whether it may be a link to one.
+        links: whether it may be a link to a regular file.
 
     Raises:
-        OSError: it is no regular file, or cannot be opened.
+        OSError: it is not a regular file, or cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
@@ -37,7 +37,7 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> BinaryI
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES, *, links: bool = True) -> bytes:
-    """The content of a regular file of at most so many bytes. Raises OSError for any other."""
+    """The content of a regular file of at most this many bytes. Raises OSError for any other."""
     with open_regular(path, links=links) as file:
         if (size_bytes := os.fstat(file.fileno()).st_size) > max_bytes:
             text = f"it has {size_bytes:,} bytes, expected at most {max_bytes:,}"
@@ -46,11 +46,11 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES, *, l
 
 
 def read_settings(path: Path, max_bytes: int) -> bytes:
-    """The content of a file of gradstream's own, which is no link.
+    """The content of one of gradstream's own files, which must not be a link.
 
     Raises:
         FileNotFoundError: there is nothing.
-        ConfigError: it is a link, a pipe or no file at all, is larger, or cannot be read.
+        ConfigError: it is a link, a pipe or not a file at all, is larger, or cannot be read.
     """
     try:
         return read_regular(path, max_bytes, links=False)

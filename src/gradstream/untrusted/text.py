@@ -48,7 +48,7 @@ def say(text: str, limit_bytes: int = TEXT_BYTES) -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens what is closed of file descriptors 0 to 2 as /dev/null, or the next files that are opened become these."""
+    """Opens /dev/null for closed file descriptors 0 to 2; otherwise the next opened files would get these numbers."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -57,7 +57,7 @@ def open_standard_streams() -> None:
 
 
 def tell(text: str) -> None:
-    """Writes text to stderr, at once. Where stderr is full or closed the text is lost, and nothing else."""
+    """Writes text to stderr, at once. If stderr is full or closed, only the text is lost."""
     try:
         if sys.stderr is not None:
             sys.stderr.write(text)
@@ -67,7 +67,7 @@ def tell(text: str) -> None:
 
 
 def pass_on(text: str) -> None:
-    """Writes what a program of the user's has printed to stdout, at once. Where that fails, stderr says so once."""
+    """Writes the output of a user's program to stdout, at once. If that fails, stderr says so once."""
     stream = sys.stdout
     try:
         if stream is not None:
@@ -82,15 +82,15 @@ def pass_on(text: str) -> None:
 
 
 def lose_stderr() -> None:
-    """Has this process write to nowhere what it writes to stderr, which takes nothing any more.
+    """Discards everything that this process writes to stderr from now on, since stderr accepts nothing any more.
 
-    What waits in the buffer of the old one would fail again at the end, and the process end with status 120.
+    Otherwise the buffered output would fail again at the end, and the process would end with status 120.
     """
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
 
 
 def show(text: str, limit_bytes: int = TEXT_BYTES) -> None:
-    """Writes a line to stdout, escaped as by `say`: for what a command was asked to print."""
+    """Writes a line to stdout, escaped as by `say`: the requested output of a command."""
     sys.stdout.write(f"{escaped(text.expandtabs(), limit_bytes, newlines=True)}\n")
 
 
@@ -123,9 +123,9 @@ _CONTROL = {"Cc", "Cs", "Zl", "Zp"}
 
 
 def fault_of_path(name: str) -> str:
-    """What is wrong with the name of a file or folder inside of another one, to follow "a name that"; "" if nothing.
+    """What is wrong with the name of a file inside a folder, to follow "a name that"; "" if nothing.
 
-    Such a name leads nowhere else: it is relative, has no empty parts and none that is "." or "..", and no control
+    A good name stays in the folder: it is relative, has no parts that are empty, "." or "..", and no control
     characters.
     """
     parts = name.split("/")
@@ -144,7 +144,7 @@ def check_name(name: str, what: str) -> str:
     """Returns the name if it is safe as the name of a file or folder.
 
     Args:
-        name: the name as the user gave it.
+        name: the name as the user typed it.
         what: the kind of name for the message: "name (--name)".
 
     Raises:

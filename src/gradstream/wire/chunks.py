@@ -30,7 +30,7 @@ SHARED_CHUNKS = 16
 
 
 def shared_chunk_elems(elems: int, itemsize_bytes: int, num_shards: int) -> int:
-    """The length of a chunk where all nodes exchange through shared memory: n = 2^k, at least 2^18 elements.
+    """The length of a chunk if all nodes exchange through shared memory: n = 2^k, at least 2^18 elements.
 
     Shared memory copies nothing, so a chunk costs the same work on both sides, whatever its length. n is the largest
     power of two with n · 16 · S <= `elems`, so that each shard has 16 chunks and can overlap updates with a
@@ -46,7 +46,7 @@ def shared_chunk_elems(elems: int, itemsize_bytes: int, num_shards: int) -> int:
 
 
 def parted_chunk_elems(elems: int, parts: int) -> int:
-    """The largest length of a chunk with which a vector of so many elements has a chunk for each of some parts.
+    """The largest chunk length that gives a vector of this many elements a chunk for each of some parts.
 
     Vectors of fewer than 64·parts² elements may have fewer chunks, since chunks end at multiples of 64.
     """
@@ -147,7 +147,7 @@ class Placement:
         return ChunkMap(elems, chunk_elems, self.shards)
 
     def divided(self, chunks: Iterable[int]) -> dict[str, dict[int, None]]:
-        """These chunks by the shard that has them, in ascending order. Shards without any are left out."""
+        """These chunks by the shard that has them, in ascending order. Shards without any are skipped."""
         by_shard: dict[str, dict[int, None]] = {}
         for chunk in sorted(chunks):
             by_shard.setdefault(f"shard-{self.first + chunk % self.shards}", {})[chunk] = None

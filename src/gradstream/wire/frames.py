@@ -1,10 +1,10 @@
-"""Frames as bytes: one copy when written, none when read. Checksums, and the numbers of messages that have come.
+"""Frames as bytes: one copy when written, none when read. Checksums, and the numbers of received messages.
 
 A frame is a `v1.Frame`; its payload is field 15, the highest number, so it comes last::
 
     [ kind field: tag, length, message ] [ 0x7a, varint length, payload bytes ]
 
-A checksum of all that follows comes before them, as field 13, where the connection needs one.
+If the connection needs a checksum, it precedes everything that it covers, as field 13.
 
 Every protobuf library writes and parses this layout. `encode` appends the payload to the serialised header by
 a single join. `decode` walks the outermost tags and returns the payload as a slice of the received message; it
@@ -62,7 +62,7 @@ def itemsize_bytes(wire: int) -> int:
 
 
 # ---- checksum ----------------------------------------------------------------------------
-# Checksums of what goes over a connection that nothing else guards: neither TLS, nor the memory of one machine.
+# Checksums of data on a connection that nothing else guards: neither TLS, nor the memory of one machine.
 #
 # TCP's checksum has 16 bits, and network cards and switches compute it anew: damage that happens in them, or in two
 # places at once, gets past it (Stone and Partridge, 2000). XXH3 (Collet, 2020) has 64 bits and hashes faster than
@@ -300,7 +300,7 @@ def payload_tensor(chunk: v1.Chunk, payload: memoryview | None) -> torch.Tensor 
 
 
 # ---- sequence window ---------------------------------------------------------------------
-# `SequenceWindow`: the sequence numbers of a sender that have come, as a low-water mark and a bitmap.
+# `SequenceWindow`: the received sequence numbers of a sender, as a low-water mark and a bitmap.
 #
 # The last number alone would not be enough: it would refuse messages that others have overtaken. All numbers would
 # take more and more memory.

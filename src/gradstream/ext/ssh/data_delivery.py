@@ -211,8 +211,8 @@ class DataDelivery:
                 raise HostError(f"{host.name}: {said}; {folder_remedy(said)}")
             return done.returncode != 0
 
-        found = self.fleet.at_once(lacks, hosts)
-        return [host for host in hosts if found[host.name]]
+        lacking = self.fleet.at_once(lacks, hosts)
+        return [host for host in hosts if lacking[host.name]]
 
     def _pass_on(self, others: Sequence[SshHost], port: int, instead: Callable[[SshHost], None]) -> None:
         """Makes machines get the data from the first one or, if that is impossible, in another way."""
