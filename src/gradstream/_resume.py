@@ -76,16 +76,14 @@ def resume(
     """Continues a run in its own directory, from the newest checkpoint that passes verification.
 
     A synchronous run ends with the same bytes as an uninterrupted one, even with another number of servers. With
-    another
-    number of workers or another batch size, the run continues at the same sample: no sample of the epoch is skipped or
-    repeated. An asynchronous run uses every sample once. Without a checkpoint the run starts over, with a message. A
-    script with its own training loop runs again from its top: `session.skip()` returns how far it had got.
+    another number of workers or another batch size, the run continues at the same sample: no sample of the epoch is
+    skipped or repeated. An asynchronous run uses every sample once. Without a checkpoint the run starts over, with a
+    message. A script with its own training loop runs again from its top: `session.skip()` returns how far it had got.
 
     Args:
         path: the run directory.
         job: the job, if the run was not made from a file (nodes are threads then), or to continue with options that
-            differ
-            from the run's; a message names those. None reads the job again as it was.
+            differ from the run's; a message names those. None reads the job again as it was.
         on_event, progress: as for `train`.
         listen: how other machines join again; None if there are none.
         from_start: whether to start over even though there are checkpoints, all of them damaged.

@@ -57,8 +57,7 @@ def simulate(
 
     The nodes are those of `train`; only time, threads and network are simulated. A shape-only simulation computes no
     gradients and holds no parameters, so that large models on many workers fit in little memory; durations and bytes
-    are
-    the same as with parameters.
+    are the same as with parameters.
 
     A running event loop, as in a notebook, is blocked until this returns. Ctrl-C ends the simulation at once,
     with KeyboardInterrupt.

@@ -61,8 +61,7 @@ class Policy:
     """When a checkpoint is due, and which are kept.
 
     An interval of time is not longer than the run had been going on at its last checkpoint, or `FIRST_S`: a run that
-    dies
-    young loses at most half of its time.
+    dies young loses at most half of its time.
 
     Args:
         every: interval between checkpoints; None makes one only when the run is stopped.

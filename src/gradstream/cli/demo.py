@@ -102,9 +102,7 @@ class Striker:
         self.kills = 0
         self._taking_part: set[str] = set()
         self._joining: set[str] = set()
-        self._zero_s = (
-            math.inf
-        )  # where the run's clock started, on this one: no event is read before it happens
+        self._zero_s = math.inf  # start of the run's clock, on this one: no event is read before it happens
 
     def __call__(self, event: EventDict) -> None:
         """Tracks who takes part, and kills who is due."""

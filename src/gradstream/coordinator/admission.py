@@ -51,9 +51,7 @@ class Admission(Lead):
         self._registrar = ""
         if resume is not None:
             self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
-        self._rows_open = (
-            resume is not None
-        )  # a resumed run may exchange other rows, and be split into other parts
+        self._rows_open = resume is not None  # it may exchange other rows, and be split into other parts
 
     def notice(self, notice: v1.Notice) -> None:
         """Adds the registered model."""

@@ -21,9 +21,9 @@ In passes (see `Leases`), this holds for each minibatch of a block, and an idle 
 minibatch that a worker j has, if it is expected to finish it sooner. Of the minibatches of all j it is the one
 expected last:
 
-         tᵢ < |gⱼ + nⱼ·tⱼ - now|         gⱼ: when j last got some; it is the nⱼ-th of those that j had then
+     tᵢ < |gⱼ + nⱼ·tⱼ - now|         gⱼ: when j last got some; it is the nⱼ-th of those that j had then
 
-    What is late is expected to take as long again as it is late by now.
+What is late is expected to take as long again as it is late by now.
 
 Where sizes are measured, the minibatch of worker i has the share sᵢ / Σ s of the samples, so that all workers
 make equally many steps. Sizes change only if that makes steps shorter by at least a twentieth.

@@ -41,8 +41,7 @@ class Nodes(Lead):
             gone: the same for the previous phase, and nodes that may come later: the beginning does not wait for these.
             revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
             epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each
-                loss,
-                each worker that joins later, and each group that has failed without a loss.
+                loss, each worker that joins later, and each group that has failed without a loss.
             first_epoch: 1, or one more than the last of the previous phase, so that nobody takes late messages from it.
             leaving: names of workers that were asked to leave, and have said that they do.
             expelled: why members count as lost although they are alive, by name. They may not come back.
@@ -286,8 +285,7 @@ class Nodes(Lead):
         """Removes a member and returns it; returns None if there is none of that name.
 
         If the lost worker had the lowest rank, it was the one to write the final parameters. That duty passes to the
-        next
-        worker, which counts as unfinished until it reports that it has written them.
+        next worker, which counts as unfinished until it reports that it has written them.
         """
         node = self._nodes.pop(name, None)
         self._in_order = None

@@ -99,8 +99,7 @@ class SnapshotRounds(Lead):
         policy: when a checkpoint is due; None makes no checkpoints: the run just stops.
         deadlines: `cut_s` limits the pause of the workers.
         by_decisions: whether the ledger learns of a round from the first shard's decision, rather than from workers
-            that
-            report to have reached it. The decision may come later.
+            that report to have reached it. The decision may come later.
         orphans: pushes of lost workers: no snapshot holds a torn push.
 
     Attributes:
@@ -157,9 +156,7 @@ class SnapshotRounds(Lead):
         self._count = 0
         self._deferred = False
         self._last_attempt = LastAttempt(progress)
-        self._cut_short = (
-            False  # whether a process of the coordinator died while it made a snapshot with files
-        )
+        self._cut_short = False  # whether a coordinator process died during a snapshot with files
 
     @property
     def _open(self) -> Snapshot | bool | None:

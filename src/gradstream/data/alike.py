@@ -44,9 +44,8 @@ def checks_of(data: Dataset) -> dict[str, str]:
     """The properties of a data set that processes compare, by name; `differences` compares them.
 
     A data set may provide them as `quick_checks`; others are asked for some samples, each twice. Streams have no
-    samples to
-    ask for. A data set whose loader has its own processes is asked in such a process: files that it opens at the first
-    sample must not be open when others are forked.
+    samples to ask for. A data set whose loader has its own processes is asked in such a process: files that it opens at
+    the first sample must not be open when others are forked.
     """
     if not hasattr(data, "test_batch"):
         return {}  # a user's own loop has its own data

@@ -172,8 +172,7 @@ class OpenLedger:
         """Takes a shard's report of how many gradients of a lost worker it has. The reports of all count as receipts.
 
         A worker that was stopped before it died may have pushed gradients without reporting them. Minibatches that
-        others
-        have taken over by then count twice.
+        others have taken over by then count twice.
 
         Args:
             rank: rank of the worker.

@@ -63,9 +63,7 @@ class Job:
         codec: compresses what workers send: a name such as "int8" or "top-k", or a codec
             (`gs.codecs`). None sends full precision. See `docs/codecs.md`.
         fetch_codec: compresses the parameters that servers send to workers for a gradient: they are rounded anew for
-            each
-            fetch. None sends full precision. See `docs/codecs.md`.
-            rounded, the same ones anew each time. None sends them as they are. See `docs/codecs.md`.
+            each fetch. None sends full precision. See `docs/codecs.md`.
         groups: settings of the update rule for some parameters, by patterns of their names:
             [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later entries win.
         workers: number of replicas of the model.
@@ -89,8 +87,7 @@ class Job:
         shares: relative amounts of data, one per worker: of each round, or of each epoch where that is divided into
             partitions. Refused where workers take minibatches from a queue. "measured": the sizes of the workers'
             minibatches follow their measured speed; their sum stays the same. Where no worker waits for others, as
-            under
-            Downpour, fast workers take more minibatches anyway.
+            under Downpour, fast workers take more minibatches anyway.
         assignment: how minibatches are assigned to workers, for strategies without rounds. "queue": each
             worker takes the next minibatch of the epoch when it needs one. "partitions": each has a part of every
             epoch, as large as its share; workers that have finished theirs help the others. None: as the

@@ -249,9 +249,7 @@ class ProgressLine:
         if event["total_steps"]:
             totals = self._total_of_rank
             totals[event["rank"]] = event["total_steps"]
-            mean = sum(totals.values()) / len(
-                totals
-            )  # an estimate for workers that have not reported a total
+            mean = sum(totals.values()) / len(totals)  # also for workers without a report
             workers = self._members.expected
             self.total_steps = max(totals.values()) if self._by_round else round(mean * workers)
 
@@ -373,9 +371,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._rewrites = (
-            console is None and in_notebook()
-        )  # its output understands no escape sequences, only \r
+        self._rewrites = console is None and in_notebook()  # its output understands only \r
         from rich.console import Console  # not needed by `import gradstream`
 
         no_html = False if self._rewrites else None

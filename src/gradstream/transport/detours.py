@@ -202,9 +202,7 @@ class Detours:
             _log.warning(
                 "%s: no way to %s, which cannot be dialled at %s: %s", self._me, peer, address, error
             )
-            self._searches.pop(
-                peer, None
-            )  # the attempt to dial reports what is wrong; later there may be a way
+            self._searches.pop(peer, None)  # dialling reports what is wrong; later there may be a way
             return None
         if isinstance(connection, Line):
             connection.writer.close()

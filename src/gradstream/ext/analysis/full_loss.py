@@ -131,8 +131,7 @@ def full_loss(path: Path, *, checkpoint: str | None = None, workers: int = 1) ->
     """The full loss of a run's job, computed by several processes; None on the other ranks, once all is done.
 
     Under torchrun its processes are the workers. Otherwise `workers` - 1 processes are started on this machine: they
-    meet
-    in a folder that only this user can read, and listen on loopback alone.
+    meet in a folder that only this user can read, and listen on loopback alone.
 
     Args:
         path: the run directory.

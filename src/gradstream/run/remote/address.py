@@ -67,8 +67,7 @@ class Address:
         """Raises ConfigError for an address at which no other machine reaches this one.
 
         That is a wildcard address, or a name that leads to loopback; loopback itself, by name or number, is allowed,
-        for
-        "machines" that are processes of this one.
+        for "machines" that are processes of this one.
         """
         try:
             wildcard = ipaddress.ip_address(self.host).is_unspecified
