@@ -10,7 +10,7 @@ from gradstream._version import __version__
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.durable.keeper import Unkept
-from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
@@ -146,7 +146,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
         batches, complete, _ = await member.requests.assign(True, 0, WorkerSpeed())
         member.receipt(batches)
     member.finished()
-    assert (await member.over()).phase == v1.Notice.FINISHED
+    assert (await member.over()).status == v1.Notice.FINISHED
 
 
 async def dies(cluster: Cluster, member: Member) -> None:

@@ -82,7 +82,7 @@ export class Member {
   }
 
   get over() {
-    return !["GATHERING", "TRAINING"].includes(this.notice?.phase ?? "GATHERING");
+    return !["GATHERING", "TRAINING"].includes(this.notice?.status ?? "GATHERING");
   }
 
   get isLowest() {
@@ -125,16 +125,16 @@ export class Member {
   // Whether a checkpoint lets this worker begin no further minibatch, or the run ends here.
   get isAtLimit() {
     const cut = this.notice.snapshot;
-    return Boolean(cut) && (cut.phase !== "WRITE" || cut.last) && this.begun >= Number(cut.stop_at[this.name] ?? this.begun);
+    return Boolean(cut) && (cut.stage !== "WRITE" || cut.last) && this.begun >= Number(cut.stop_at[this.name] ?? this.begun);
   }
 
   get isEnding() {
-    return this.isAtLimit && this.notice.snapshot.ends && this.notice.snapshot.phase !== "PAUSE";
+    return this.isAtLimit && this.notice.snapshot.ends && this.notice.snapshot.stage !== "PAUSE";
   }
 
   // `standing`: the model includes all that this worker has begun.
   report() {
-    const cut = this.notice.snapshot, reached = this.standing && this.isAtLimit && ["STOP", "SNAPSHOT"].includes(cut.phase);
+    const cut = this.notice.snapshot, reached = this.standing && this.isAtLimit && ["STOP", "SNAPSHOT"].includes(cut.stage);
     const kind = cut?.phase === "PAUSE" ? "BEGUN" : reached ? "REACHED" : "";
     if (!kind || this.reported === kind + cut.number) return;
     this.reported = kind + cut.number;
@@ -150,7 +150,7 @@ export class Member {
     if (!notice.unchanged) this.notice = notice;
     this.unheard = this.unheard.filter((beat) => beat.number > heard);
     while (this.settling[0]?.beat <= heard) this.settled = this.settling.shift().sequence;
-    if (this.notice.phase === "TRAINING") this.begunAt_ms ??= performance.now();
+    if (this.notice.status === "TRAINING") this.begunAt_ms ??= performance.now();
     if (!this.over) this.report();
     this.onNotice(this.notice);
     this.wake();

@@ -96,7 +96,7 @@ async function step(batch, number) {
   return compute_s + wait_s;
 }
 async function train() {
-  await member.until(() => member.over || member.notice?.phase === "TRAINING");
+  await member.until(() => member.over || member.notice?.status === "TRAINING");
   const first = () => known || shards.push(new Float32Array(elems), [], { command: "ASSIGN", sequence: ++sequence });
   member.until(() => member.isLowest).then(first, () => {}); // else the worker of the lowest rank does it
   for (let queue = [], steps = 0; ; ) {

@@ -113,7 +113,7 @@ def simulate(
     built = build_model(job)
     cluster = SimulatedCluster(plan, built, config, take, storage)
     outcome = cluster.run(script)
-    if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:
+    if outcome is not None and outcome.notice.status == v1.Notice.STOPPED:
         callbacks.end(lambda: Run(events=events))
         raise Interrupted(None, next(e["folder"] for e in reversed(events) if e["event"] == "stopped"))
     if outcome is None or outcome.failed is not None:

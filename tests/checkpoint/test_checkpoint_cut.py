@@ -302,7 +302,7 @@ def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep
         for node in nodes.workers:
             rounds.on_report(node, "snapshot", v1.SnapshotReport(number=1, kind=kind), 0.0)
     assert rounds.current is not None
-    assert rounds.current.phase == v1.Snapshot.ENDED
+    assert rounds.current.stage == v1.Snapshot.ENDED
     gone = nodes.remove("worker-1")
     assert gone is not None
     assert rounds.on_lost(Lost(gone, "", "worker-1", {}), 0.0) == []

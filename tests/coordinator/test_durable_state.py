@@ -181,7 +181,7 @@ def test_nothing_that_changes_is_forgotten(strategy: str, options: dict[str, Any
             if number == 5 and dies:
                 cluster.kill("worker-1")
             live: Membership = cluster.coordinator.membership
-            if live.phases.over:
+            if live.life.over:
                 return
             ledger = cluster.plan.ledger()
             fresh = _membership(cluster.plan, ledger, _started(cluster.plan, ledger))

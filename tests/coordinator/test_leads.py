@@ -8,9 +8,9 @@ from gradstream._version import __version__
 from gradstream.coordinator import registry
 from gradstream.coordinator.client.requests import Reporter
 from gradstream.coordinator.lead import MOST_REPORTS, Emit, Instruction, Lead, Lost
+from gradstream.coordinator.lifecycle import Lifecycle, LossTolerance
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.refused_gradients import RefusedGradients
 from gradstream.coordinator.registry import CoordinatorPlan, leads_of
 from gradstream.coordinator.relay import RunClock
@@ -88,7 +88,7 @@ def test_leads_behind_the_end_of_a_run_hear_no_more(
 
 def test_leads_are_found_by_their_class() -> None:
     membership = Membership(plan(drives=False))
-    assert membership.lead(Nodes) is membership.nodes and membership.lead(Phases) is membership.phases
+    assert membership.lead(Nodes) is membership.nodes and membership.lead(Lifecycle) is membership.life
     assert membership.find(Hears) is None
 
 

@@ -13,8 +13,8 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream._version import __version__
 from gradstream.coordinator.lead import Emit
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.stopping import FEWEST, StoppingCriterion, Until
 from gradstream.data.ledger import Ledger
@@ -255,25 +255,25 @@ def test_the_transitions_of_rounds() -> None:
     for rank in range(2):
         node = v1.Node(name=f"worker-{rank}", role="worker", rank=rank)
         membership.join(v1.Join(node=node, software=__version__, model=spec), 0.0)
-    assert membership.phases.finish("enough", 1.0)
-    assert not membership.phases.finish("enough again", 1.0)
+    assert membership.life.finish("enough", 1.0)
+    assert not membership.life.finish("enough again", 1.0)
 
     def says(rank: int, kind: v1.SnapshotReport.Kind, count: int = 0, **more: Any) -> v1.Snapshot:
         report = v1.SnapshotReport(number=1, kind=kind, count=count)
         membership.beat(f"worker-{rank}", v1.Beat(reports=[v1.BeatReport(snapshot=report)], **more), 2.0)
         return membership.notice.snapshot
 
-    assert (membership.notice.snapshot.phase, membership.notice.snapshot.ends) == (v1.Snapshot.PAUSE, True)
-    assert says(0, v1.SnapshotReport.BEGUN, 3).phase == v1.Snapshot.PAUSE
+    assert (membership.notice.snapshot.stage, membership.notice.snapshot.ends) == (v1.Snapshot.PAUSE, True)
+    assert says(0, v1.SnapshotReport.BEGUN, 3).stage == v1.Snapshot.PAUSE
     snapshot = says(1, v1.SnapshotReport.BEGUN, 4)
-    assert (snapshot.phase, dict(snapshot.stop_at)) == (v1.Snapshot.STOP, {"worker-0": 4, "worker-1": 4})
-    assert says(0, v1.SnapshotReport.REACHED).phase == v1.Snapshot.STOP
+    assert (snapshot.stage, dict(snapshot.stop_at)) == (v1.Snapshot.STOP, {"worker-0": 4, "worker-1": 4})
+    assert says(0, v1.SnapshotReport.REACHED).stage == v1.Snapshot.STOP
     receipts = [v1.Receipt(epoch=0, partition=rank, batch=batch) for rank in (0, 1) for batch in range(4)]
-    assert says(1, v1.SnapshotReport.REACHED, receipts=receipts).phase == v1.Snapshot.ENDED
+    assert says(1, v1.SnapshotReport.REACHED, receipts=receipts).stage == v1.Snapshot.ENDED
     membership.beat("worker-0", v1.Beat(finished=True), 3.0)
-    assert membership.phases.phase == v1.Notice.TRAINING
+    assert membership.life.status == v1.Notice.TRAINING
     out = membership.beat("worker-1", v1.Beat(finished=True), 3.0)
-    assert membership.phases.phase == v1.Notice.FINISHED
+    assert membership.life.status == v1.Notice.FINISHED
     (done,) = [one.event for one in out if isinstance(one, Emit) and isinstance(one.event, FinishedEvent)]
     assert (done.samples, done.reason) == (16, "enough")
 

@@ -67,7 +67,7 @@ def test_over_dead_connections_everything_is_told_once_and_nobody_is_lost(seed: 
         assert told(cluster, node) == list(range(NUM_EVENTS))
     assert not lost(cluster)
     assert cluster.outcome is not None
-    assert cluster.outcome.notice.phase == v1.Notice.FINISHED
+    assert cluster.outcome.notice.status == v1.Notice.FINISHED
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_an_attempt_that_comes_late_does_not_take_the_presence_back() -> None:
     cluster.run(shard, worker(0, diligent), worker(1, late))
     assert not lost(cluster)
     assert cluster.outcome is not None
-    assert cluster.outcome.notice.phase == v1.Notice.FINISHED
+    assert cluster.outcome.notice.status == v1.Notice.FINISHED

@@ -7,8 +7,8 @@ import pytest
 from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.progress import receipt_of
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.data.base import BatchRef
@@ -77,14 +77,14 @@ def test_training_begins_when_the_last_has_joined() -> None:
     membership = make()
     membership.join(ask("worker-1"), 0.0)
     membership.join(ask("shard-0"), 0.0)
-    assert (membership.phases.phase, membership.nodes.epoch) == (v1.Notice.GATHERING, 0)
+    assert (membership.life.status, membership.nodes.epoch) == (v1.Notice.GATHERING, 0)
     assert membership.nodes.missing == ["worker-0"]
     out = membership.join(ask("worker-0"), 0.0)
     started = only(out, StartedEvent)
     assert isinstance(started, StartedEvent)
     assert started.num_parameters == 100
     assert Notify() in out
-    assert (membership.phases.phase, membership.nodes.epoch) == (v1.Notice.TRAINING, 1)
+    assert (membership.life.status, membership.nodes.epoch) == (v1.Notice.TRAINING, 1)
     assert [node.name for node in membership.notice.nodes] == ["shard-0", "worker-0", "worker-1"]
     assert membership.notice.model == SPEC
 
@@ -93,9 +93,9 @@ def test_training_begins_without_a_worker_that_may_come_later() -> None:
     membership = make()
     membership.nodes.gone = frozenset(["worker-1"])
     membership.join(ask("shard-0"), 0.0)
-    assert membership.phases.phase == v1.Notice.GATHERING
+    assert membership.life.status == v1.Notice.GATHERING
     out = membership.join(ask("worker-0"), 0.0)
-    assert membership.phases.phase == v1.Notice.TRAINING
+    assert membership.life.status == v1.Notice.TRAINING
     assert not [event for event in events(out) if isinstance(event, LeftEvent)]  # it was not there
     batches: list[v1.Receipt] = []  # all that there is to do
     for number in range(1, 5):
@@ -110,12 +110,12 @@ def test_the_run_finishes_with_the_last_receipt_and_the_last_worker() -> None:
     assert not membership.beat("worker-0", v1.Beat(receipts=receipts(0), finished=True), 1.0)
     out = membership.beat("worker-1", v1.Beat(receipts=receipts(1)), 2.0)
     assert [event.name for event in events(out)] == ["ledger"]
-    assert membership.phases.phase == v1.Notice.TRAINING
+    assert membership.life.status == v1.Notice.TRAINING
     out = membership.beat("worker-1", v1.Beat(finished=True), 5.0)
     finished = only(out, FinishedEvent)
     assert isinstance(finished, FinishedEvent)
     assert (finished.samples, finished.train_s) == (8, 2.0)
-    assert membership.phases.phase == v1.Notice.FINISHED
+    assert membership.life.status == v1.Notice.FINISHED
     assert not membership.lost("worker-0", "", 0.0)[0].event.lost  # type: ignore[attr-defined]
 
 
@@ -154,7 +154,7 @@ def test_who_is_lost_while_gathering_may_come_again_but_not_later() -> None:
     membership = make()
     membership.join(ask("worker-0"), 0.0)
     membership.lost("worker-0", "gone", 0.0)
-    assert membership.phases.phase == v1.Notice.GATHERING
+    assert membership.life.status == v1.Notice.GATHERING
     assert not refusals(membership.join(ask("worker-0", incarnation=2), 0.0))
     membership = gathered()
     membership.lost("worker-0", "gone", 0.0)
@@ -198,7 +198,7 @@ def test_the_deadline_for_joining_names_who_is_missing() -> None:
     assert "in: shard-0" in failed.message
     assert "within 60 s" in failed.message and "its log" in failed.message
     assert "Deadlines(join_s=...)" in failed.message and "--set deadlines.join_s=" in failed.message
-    assert membership.notice.phase == v1.Notice.ABORTED
+    assert membership.notice.status == v1.Notice.ABORTED
     assert membership.notice.culprit == "worker-0"
     assert not gathered().overdue(0.0)
 
@@ -249,7 +249,7 @@ def test_a_loss_that_cannot_be_survived_aborts_and_names_who(
     assert (failed.culprit, failed.error) == (who, "PeerLostError")
     assert "connection broken" in failed.message
     assert part in failed.message
-    assert membership.notice.phase == v1.Notice.ABORTED
+    assert membership.notice.status == v1.Notice.ABORTED
 
 
 def test_a_failure_aborts_any_strategy_with_its_traceback() -> None:
@@ -281,4 +281,4 @@ def test_a_group_that_failed_without_a_loss_raises_the_epoch_once() -> None:
     assert [Notify() in out for out in told] == [True, False, False]
     assert membership.nodes.epoch == membership.notice.epoch == 2
     assert Notify() in membership.beat("worker-1", v1.Beat(reports=[v1.BeatReport(broken=2)]), 2.0)
-    assert membership.nodes.epoch == 3 and membership.notice.phase == v1.Notice.TRAINING
+    assert membership.nodes.epoch == 3 and membership.notice.status == v1.Notice.TRAINING

@@ -11,8 +11,8 @@ import pytest
 from gradstream._version import __version__
 from gradstream.coordinator import Member
 from gradstream.coordinator.lead import Emit, Refuse
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.coordinator.snapshot import Snapshot

@@ -304,7 +304,7 @@ def test_nobody_waits_at_a_boundary_for_a_worker_that_was_lost_before() -> None:
 
 def at_boundary(cluster: SimulatedCluster) -> bool:
     coordinator = cluster.coordinator
-    return coordinator is not None and coordinator.membership.phases.crossing
+    return coordinator is not None and coordinator.membership.life.crossing
 
 
 def test_a_snapshot_that_is_not_tried_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

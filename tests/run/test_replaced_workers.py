@@ -17,7 +17,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
 from gradstream.run.failures import EndedNodes

@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
+from gradstream.coordinator.lifecycle import WHOLE, Lifecycle, LossTolerance
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.own_loops import OwnLoops
-from gradstream.coordinator.phases import WHOLE, LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.base import BatchRef
@@ -307,8 +307,8 @@ def own_loops() -> tuple[OwnLoops, v1.Node]:
         total_steps=0,
     )  # fmt: skip
     snapshots = SnapshotRounds(progress, nodes, None, OrphanedPushes(progress, nodes, redoes=False))
-    phases = Phases(started, nodes, progress, snapshots, LossTolerance(survives_worker_loss=True), WHOLE)
-    return OwnLoops(ledger, 2, phases), v1.Node(name="worker-0", role="worker")
+    life = Lifecycle(started, nodes, progress, snapshots, LossTolerance(survives_worker_loss=True), WHOLE)
+    return OwnLoops(ledger, 2, life), v1.Node(name="worker-0", role="worker")
 
 
 def test_a_worker_that_was_done_leaves_nothing() -> None:

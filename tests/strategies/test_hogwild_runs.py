@@ -129,7 +129,7 @@ def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run
     cuts.begin(0.0)
     cut = cuts.current
     assert cut is not None
-    cut.phase = v1.Snapshot.WRITE
+    cut.stage = v1.Snapshot.WRITE
     nodes.remove("worker-1")
     (discard, event, _) = cuts.on_lost(GONE, 1.0)
     assert isinstance(discard, Discard)
@@ -138,7 +138,7 @@ def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run
     cuts, nodes = two_workers(shards=1)
     cuts.begin(2.0)
     assert cuts.current is not None
-    cuts.current.phase = v1.Snapshot.WRITE
+    cuts.current.stage = v1.Snapshot.WRITE
     nodes.remove("worker-1")
     assert cuts.on_lost(GONE, 3.0) == []
 

@@ -21,8 +21,8 @@ from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.checkpoint_writer import lies_in
 from gradstream.coordinator.lead import Emit, Refuse
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.presence_service import EventGate
 from gradstream.coordinator.progress import receipt_of
 from gradstream.coordinator.registry import CoordinatorPlan
@@ -156,7 +156,7 @@ def _beat(data: bytes) -> None:
     membership, who = _membership(), _who(data)
     beat = v1.Beat.FromString(data[1:])
     if any(report.HasField("snapshot") for report in beat.reports):
-        membership.phases.ask_to_stop(0.0)  # begins no cut, where there is no disk
+        membership.life.ask_to_stop(0.0)  # begins no cut, where there is no disk
     before = _state(membership)
     try:
         membership.check(who, beat)

@@ -113,7 +113,7 @@ class NodeSnapshots:
 
     def _asked(self, number: int) -> bool:
         snapshot = self._member.notice.snapshot
-        return snapshot.number > number and snapshot.phase == v1.Snapshot.SNAPSHOT
+        return snapshot.number > number and snapshot.stage == v1.Snapshot.SNAPSHOT
 
     async def _serve(self, snapshot: v1.Snapshot) -> None:
         holders = snapshot.holders
@@ -147,9 +147,9 @@ class NodeSnapshots:
         written = v1.SnapshotReport(number=number, kind=v1.SnapshotReport.WRITTEN, sums=sums)
         self._member.report(v1.BeatReport(snapshot=written))
 
-    def _is(self, snapshot: v1.Snapshot, phase: v1.Snapshot.Phase) -> bool:
+    def _is(self, snapshot: v1.Snapshot, stage: v1.Snapshot.Stage) -> bool:
         now = self._member.notice.snapshot
-        return now.number == snapshot.number and now.phase == phase
+        return now.number == snapshot.number and now.stage == stage
 
     async def _copied(self, vectors: Mapping[str, Pieces], elems: int) -> Mapping[str, Pieces]:
         return await self._runtime.compute(

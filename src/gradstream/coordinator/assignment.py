@@ -44,9 +44,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstream.coordinator.lead import Emit, Instruction, Lead, Refuse, impossible
+from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
-from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.progress import MAX_COUNT, receipt_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.base import BatchRef
@@ -316,7 +316,7 @@ class AssignmentReplies(Lead):
         ledger: the minibatches of the run.
         participation: which workers take part; None if all do.
         nodes: the members.
-        phases: no answer waits in a run that is over.
+        life: no answer waits in a run that is over.
         snapshots: a run that ends early hands out nothing more.
     """
 
@@ -334,14 +334,14 @@ class AssignmentReplies(Lead):
         ledger: Ledger | OpenLedger,
         participation: ParticipationSchedule | None,
         nodes: Nodes,
-        phases: Phases,
+        life: Lifecycle,
         snapshots: SnapshotRounds,
     ) -> None:
         self._assignment = assignment
         self._ledger = ledger
         self._participation = participation
         self._nodes = nodes
-        self._phases = phases
+        self._life = life
         self._snapshots = snapshots
         self._asked: dict[str, int] = {}  # by worker, the number of its newest request
         self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # its newest answered request, and the answer
@@ -395,7 +395,7 @@ class AssignmentReplies(Lead):
             interval = self._participation.interval_of(node.name)
         active = self._active
         refs = () if interval.paused else assignment.block(node.rank, active, request.in_hand, at_s)
-        complete = not refs and (self._ledger.finished or self._phases.over)
+        complete = not refs and (self._ledger.finished or self._life.over)
         if request.wait and not refs and not complete:
             return None
         receipts = [receipt_of(ref) for ref in refs]

@@ -128,7 +128,7 @@ class CheckpointWriter:
         except (OSError, GradstreamError) as error:
             if snapshot is rounds.current:
                 out = rounds.fail(self._runtime.node, f"{type(error).__name__}: {error}", age_s())
-        self._context.carry_out([*out, *self._membership.phases.after_snapshot()])
+        self._context.carry_out([*out, *self._membership.life.after_snapshot()])
 
     @property
     def resumed_from(self) -> str:
@@ -270,7 +270,7 @@ class CheckpointWriter:
             evaluated=self._rounds.evaluated,
             dropped=self._membership.progress.dropped,
             shares=() if balance is None else balance.sizes,
-            phase=self._phase(over=snapshot.last and self._membership.phases.crossing),
+            phase=self._phase(over=snapshot.last and self._membership.life.crossing),
         )
         others = opened.others
         own = {**{who: state.encode() for who, state in opened.own.items()}, **opened.beside}
@@ -301,8 +301,8 @@ class CheckpointWriter:
 
     def _phase(self, *, over: bool) -> JobPhase:
         phase = self._options.template.phase
-        phases = self._membership.phases
-        return replace(phase, over=True, grown=phases.grown, chosen=phases.chosen) if over else phase
+        life = self._membership.life
+        return replace(phase, over=True, grown=life.grown, chosen=life.chosen) if over else phase
 
     async def _discard(self, snapshot: Snapshot) -> None:
         """Removes the files of a snapshot."""

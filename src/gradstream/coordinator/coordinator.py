@@ -18,9 +18,9 @@ from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
+from gradstream.coordinator.lifecycle import PhasePlace
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation_driver import ParticipationDriver
-from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.presence_service import Admitted, PresenceService
 from gradstream.coordinator.relay import Age, RunClock
 from gradstream.coordinator.resharding import Resharding
@@ -184,7 +184,7 @@ class Coordinator:
         """Continues where an earlier process of the coordinator died: waits for its members, and trains."""
         membership = self.membership
         self._presences.await_members()
-        if membership.phases.training:
+        if membership.life.training:
             self._begun = True
             self._begin_training()
         missing = membership.nodes.names
@@ -206,7 +206,7 @@ class Coordinator:
         if self._writer is not None:
             await self._writer.sweep()
         try:
-            while not (self.membership.phases.over or self._keeper.superseded):
+            while not (self.membership.life.over or self._keeper.superseded):
                 await self._ended.rung(runtime, deadlines.join_s)
         finally:
             deadline.cancel()
@@ -222,10 +222,10 @@ class Coordinator:
 
     def _failed_before(self) -> FailedEvent | None:
         """Why the run has failed, if an earlier process of the coordinator reported that, and died."""
-        phases = self.membership.phases
-        if phases.phase != v1.Notice.ABORTED:
+        life = self.membership.life
+        if life.status != v1.Notice.ABORTED:
             return None
-        return FailedEvent(culprit=phases.culprit, error=phases.error, message=phases.reason, traceback="")
+        return FailedEvent(culprit=life.culprit, error=life.error, message=life.reason, traceback="")
 
     async def close(self) -> None:
         """Stores the rest of the state and the events. The last call."""
@@ -233,7 +233,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Asks the run to stop, with a checkpoint if training has begun; `run` then returns."""
-        self._carry_out(self.membership.phases.ask_to_stop(self._age_s()))
+        self._carry_out(self.membership.life.ask_to_stop(self._age_s()))
 
     def reshard(self, servers: int, token: str = "") -> list[str]:
         """Asks the running job to change its number of shards; "reshard" events report the outcome.
@@ -249,7 +249,7 @@ class Coordinator:
             ConfigError: the run cannot do that, or not now; an event says so, too.
         """
         try:
-            if not self.membership.phases.training:
+            if not self.membership.life.training:
                 raise ConfigError(
                     f"reshard: servers={servers}: the run is not training; ask again when it is"
                 )
@@ -295,7 +295,7 @@ class Coordinator:
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         self._keeper.changed()
-        begins = self.membership.phases.training and not self._begun
+        begins = self.membership.life.training and not self._begun
         if begins:
             self._begun = True
             if self.clock.begin():
@@ -317,7 +317,7 @@ class Coordinator:
                 self._requests.wake()
             elif self._writer is not None:
                 self._writer.carry_out(instruction)
-        if self.membership.phases.over:
+        if self.membership.life.over:
             self._ended.ring()
 
     def _begin_training(self) -> None:

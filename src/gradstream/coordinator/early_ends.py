@@ -1,6 +1,6 @@
 """`EarlyEnds`: what ends a run, or a phase of its job, before its epochs do, or says how it goes on.
 
-events of all nodes, samples in the model, time ──▶ EarlyEnds ──▶ `Phases.finish`, `finish_phase`, `grow`
+events of all nodes, samples in the model, time ──▶ EarlyEnds ──▶ `Lifecycle.finish`, `finish_phase`, `grow`
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.lead import Instruction, Lead
+from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.link_choice import LinkChoice
-from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stopping import StoppingCriterion, score_of
@@ -127,7 +127,7 @@ class EarlyEnds(Lead):
 
     Args:
         criteria: what to look at.
-        phases: ends the run, or this phase.
+        life: ends the run, or this phase.
         progress: counts the samples in the model.
         admission: has the model whose exchange the links are chosen for.
         snapshots: checkpoints say how good the latest evaluation was.
@@ -136,13 +136,13 @@ class EarlyEnds(Lead):
     def __init__(
         self,
         criteria: EndCriteria,
-        phases: Phases,
+        life: Lifecycle,
         progress: SampleProgress,
         admission: Admission,
         snapshots: SnapshotRounds,
     ) -> None:
         self._criteria = criteria
-        self._phases = phases
+        self._life = life
         self._progress = progress
         self._admission = admission
         self._snapshots = snapshots
@@ -162,9 +162,9 @@ class EarlyEnds(Lead):
     def _each(self) -> Iterator[tuple[StoppingCriterion, Callable[[str, float], list[Instruction]]]]:
         """Each criterion, with what happens when it is reached."""
         if self._criteria.run is not None:
-            yield self._criteria.run, self._phases.finish
+            yield self._criteria.run, self._life.finish
         if self._criteria.phase is not None:
-            yield self._criteria.phase, self._phases.finish_phase
+            yield self._criteria.phase, self._life.finish_phase
 
     def timers(self) -> list[tuple[float, Callable[[float], list[Instruction]]]]:
         """When the criteria are reached that go by time."""
@@ -181,7 +181,7 @@ class EarlyEnds(Lead):
             score = self._score(event)
             self._snapshots.evaluated = Evaluated(event["step"], event["accuracy"], event["loss"], score)
         if event["event"] == "converged":
-            out += self._phases.finish_phase(event["reason"], at_s)
+            out += self._life.finish_phase(event["reason"], at_s)
         links, model = self._criteria.links, self._admission.model
         if links is not None and model is not None:
             links.event(event)
@@ -189,11 +189,11 @@ class EarlyEnds(Lead):
             if event["event"] in ("step", "rehearsed"):
                 reason = links.ends(*size)
                 if reason or event["rank"] == 0:
-                    self._phases.chosen = links.chosen(*size).as_json()
-                out += self._phases.finish_phase(reason, at_s) if reason else []
+                    self._life.chosen = links.chosen(*size).as_json()
+                out += self._life.finish_phase(reason, at_s) if reason else []
         test = self._criteria.variance_test
         if test is not None and (grown := test.event(event)):
-            out += self._phases.grow(grown, at_s)
+            out += self._life.grow(grown, at_s)
         for criterion, end in self._each:
             if criterion.needs_events and (reason := criterion.event(event)):
                 out += end(reason, at_s)

@@ -2,7 +2,7 @@
 
     what happens ──▶ Membership ──▶ each lead, in the order of `registry` ──▶ instructions
 
-It knows nodes, the minibatches in the model, and the phase of the run. All else is led by `Lead`s, which it does not
+It knows nodes, the minibatches in the model, and how far the run is. All else is led by `Lead`s, which it does not
 name. Nothing here waits, sends or writes: the coordinator carries the instructions out.
 """
 
@@ -29,8 +29,8 @@ from gradstream.coordinator.lead import (
     Refuse,
     impossible,
 )
+from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.progress import SampleProgress, ref_of
 from gradstream.coordinator.registry import CoordinatorPlan, leads_of
 from gradstream.data.ledger import Ledger
@@ -66,7 +66,7 @@ class Membership:
         nodes: the members.
         admission: the model as the workers have registered it.
         progress: the minibatches whose gradients the shards have applied.
-        phases: how far the run is: gathering, training, over.
+        life: how far the run is: gathering, training, over.
     """
 
     def __init__(self, plan: CoordinatorPlan) -> None:
@@ -75,7 +75,7 @@ class Membership:
         self.nodes = self.lead(Nodes)
         self.admission = self.lead(Admission)
         self.progress = self.lead(SampleProgress)
-        self.phases = self.lead(Phases)
+        self.life = self.lead(Lifecycle)
         self._of_kind = {kind: (lead, who) for lead in self.leads for kind, who in lead.REPORTS.items()}
         self._of_request = {kind: lead for lead in self.leads for kind in lead.REQUESTS.values()}
         self._started = plan.started
@@ -99,9 +99,9 @@ class Membership:
 
     def restored(self, at_s: float) -> list[Instruction]:
         """Goes on after the state of an earlier process of the coordinator was restored."""
-        if not self.phases.training:
+        if not self.life.training:
             return []
-        return [*(one for lead in self.leads for one in lead.restored(at_s)), *self.phases.after_snapshot()]
+        return [*(one for lead in self.leads for one in lead.restored(at_s)), *self.life.after_snapshot()]
 
     @property
     def notice(self) -> v1.Notice:
@@ -115,19 +115,19 @@ class Membership:
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
-        if request.boundary != self.phases.led.number or self.phases.next_boundary:
+        if request.boundary != self.life.led.number or self.life.next_boundary:
             text = f"{request.node.name} was built for another phase of the job: ask which one it is now"
             return [Refuse(v1.STALE_EPOCH, text)]
-        if self.phases.crossing and self.phases.training:
+        if self.life.crossing and self.life.training:
             return []  # it joins the next phase
         node = request.node
         closed = self.nodes.expelled.get(node.name, "")
-        if self.phases.over or not self.nodes.awaits(node.name):
-            closed = closed or self.phases.why_closed(node.role)
+        if self.life.over or not self.nodes.awaits(node.name):
+            closed = closed or self.life.why_closed(node.role)
         objection = self.admission.objection(request, closed)
         if objection is not None:
             return [objection]
-        if self.phases.training:
+        if self.life.training:
             return self._join_late(request, at_s) if node.role == "shard" or self._may_enter(node) else []
         self.admission.admit(request)
         begun = self._gathered(at_s)
@@ -139,7 +139,7 @@ class Membership:
         """Whether a worker, or a part of its replica, may come in the place of a lost one now."""
         # The worker of a split replica comes last: a replica that is in is whole.
         whole = node.role != "worker" or not self.nodes.missing_parts(node.rank)
-        return whole and self.phases.may_enter and not any(lead.keeps_out for lead in self.leads)
+        return whole and self.life.may_enter and not any(lead.keeps_out for lead in self.leads)
 
     def _join_late(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or a new process of one, while workers train."""
@@ -166,7 +166,7 @@ class Membership:
             certificate: SHA-256 of the member's certificate, which no node accepts from now on; b"" without
                 TLS.
         """
-        node, over = self.nodes.remove(who), self.phases.over
+        node, over = self.nodes.remove(who), self.life.over
         if node is None:
             return []
         if certificate and self.nodes.epoch and not over:  # before the training, a lost node may join again
@@ -176,7 +176,7 @@ class Membership:
         left = LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)
         if over:
             return [Emit(left)]
-        if self.phases.gathering:
+        if self.life.gathering:
             return [Emit(left), Notify()]
         self.nodes.epoch += 1
         rest = [one for name in self.nodes.rest_of_replica(node) if (one := self.nodes.remove(name))]
@@ -186,9 +186,9 @@ class Membership:
         gone = Lost(node, reason, worker, {one.name: one.incarnation for one in (node, *rest)})
         for lead in self.leads:
             out += lead.on_lost(gone, at_s)
-            if self.phases.over:
+            if self.life.over:
                 return out
-        out += [Notify(), *self.phases.after_snapshot()]
+        out += [Notify(), *self.life.after_snapshot()]
         return [*out, *self._conclude(at_s)] if worker else out
 
     def _left_with(self, gone: v1.Node, who: str) -> LeftEvent:
@@ -201,7 +201,7 @@ class Membership:
         missing = self.nodes.missing
         if not missing:
             return self._begin(at_s)
-        enough = self.nodes.gone.issuperset(missing) and self.phases.can_begin
+        enough = self.nodes.gone.issuperset(missing) and self.life.can_begin
         return self._begin_without(missing, at_s) if enough else []
 
     def overdue(self, at_s: float) -> list[Instruction]:
@@ -209,25 +209,25 @@ class Membership:
 
         A phase of the job that follows another begins without workers that were lost at the boundary, if it can.
         """
-        if not self.phases.gathering:
+        if not self.life.gathering:
             return []
         missing, there, join_s = self.nodes.missing, self.nodes.names, self.deadlines.join_s
-        if self.phases.led.continues and self.phases.can_begin:
+        if self.life.led.continues and self.life.can_begin:
             return self._begin_without(missing, at_s)
         text = (
             f"did not join within {join_s:g} s: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}). "
             "A worker joins when it has its data and its model, in a loop of your own at session.wrap: that takes "
             f"longer, or its process hangs; its log in the folder logs says where it is; {to_wait_longer('join_s')}"
         )
-        return self.phases.abort(missing[0], "DeadlineError", text)
+        return self.life.abort(missing[0], "DeadlineError", text)
 
     def _begin(self, at_s: float) -> list[Instruction]:
         """Begins the training, and reports what is trained, and from where."""
-        self.phases.phase = v1.Notice.TRAINING
+        self.life.status = v1.Notice.TRAINING
         self.progress.begin(at_s)
         self.nodes.begin()
         started, resumed = self.admission.with_model(self._started), self.progress.resumed()
-        led, events = self.phases.led, list[Event]()
+        led, events = self.life.led, list[Event]()
         if not led.continues:
             events = [started] if resumed is None else [started, resumed]
         if led.announced is not None:
@@ -247,17 +247,17 @@ class Membership:
 
     def abandon(self, shard: str, waited_s: float) -> list[Instruction]:
         """Ends the run if a lost shard has not come back."""
-        if self.phases.over or self.nodes.get(shard) is not None:
+        if self.life.over or self.nodes.get(shard) is not None:
             return []
         message = f"no new process of it has joined within {waited_s:g} s; {to_wait_longer('retry_s')}"
-        return self.phases.abort(shard, PeerLostError.__name__, message)
+        return self.life.abort(shard, PeerLostError.__name__, message)
 
     # ---- reports --------------------------------------------------------------------------
 
     def check(self, who: str, beat: v1.Beat) -> None:
         """Raises RefusedError for an impossible beat. Call it before `beat`, which does not check."""
         node = self.nodes.get(who)
-        if node is None or self.phases.over:
+        if node is None or self.life.over:
             return
         if node.role != "worker" and (beat.receipts or beat.finished or beat.leaves):
             raise impossible(who, "only workers have receipts, finish, or are asked to go")
@@ -284,7 +284,7 @@ class Membership:
     def beat(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
         """Takes what a member reports: each lead its own, then what follows from all of it."""
         node = self.nodes.get(who)
-        if node is None or self.phases.over:
+        if node is None or self.life.over:
             return []
         if beat.HasField("failure"):
             return self._failed(who, beat.failure)
@@ -294,15 +294,15 @@ class Membership:
             self.nodes.finish(who, relies=beat.relies)
         news = self.progress.num_news
         out = self._take(node, beat, at_s)
-        if not self.phases.training:
+        if not self.life.training:
             return out
         for lead in self.leads:
             out += lead.proceed(at_s)
-        out += self.phases.after_snapshot()
+        out += self.life.after_snapshot()
         news = self.progress.num_news - news
         if news or beat.finished:
             out += self._conclude(at_s)
-            out += self.phases.after_snapshot()
+            out += self.life.after_snapshot()
         if news:
             for lead in self.leads:
                 out += lead.on_progress(at_s)
@@ -310,7 +310,7 @@ class Membership:
 
     def _failed(self, who: str, failure: v1.Failure) -> list[Instruction]:
         """Ends the run: a member cannot go on."""
-        return self.phases.abort(
+        return self.life.abort(
             failure.culprit or who,
             escaped(failure.error, NAME_BYTES),
             escaped(failure.message, MESSAGE_BYTES, newlines=True),
@@ -324,7 +324,7 @@ class Membership:
             for kind, report in reports:
                 if kind in lead.REPORTS:
                     out += lead.on_report(node, kind, report, at_s)
-                    if self.phases.over:
+                    if self.life.over:
                         return out
             out += lead.on_beat(node, beat, at_s)
         return out
@@ -364,10 +364,10 @@ class Membership:
     def _conclude(self, at_s: float) -> list[Instruction]:
         """Ends the run, or this phase of its job, if everything is done."""
         out: list[Instruction] = []
-        if self.progress.ledger.finished and not self.phases.over:
+        if self.progress.ledger.finished and not self.life.over:
             for lead in self.leads:
                 out += lead.on_complete()
-        return [*out, *self.phases.conclude(at_s)]
+        return [*out, *self.life.conclude(at_s)]
 
 
 def _reports(beat: v1.Beat) -> list[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from gradstream.coordinator.lead import WORKERS, Instruction, Lead, Refuse, impossible
-from gradstream.coordinator.phases import Phases
+from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.progress import MAX_COUNT
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -26,7 +26,7 @@ class OwnLoops(Lead):
     Args:
         ledger: the minibatches of the run.
         num_workers: number of workers.
-        phases: no answer waits in a run that is over.
+        life: no answer waits in a run that is over.
     """
 
     REPORTS: ClassVar = {"begun": WORKERS}
@@ -35,10 +35,10 @@ class OwnLoops(Lead):
 
     REQUESTS: ClassVar = {"ending": v1.Ending, "take_over": v1.TakeOver}
 
-    def __init__(self, ledger: Ledger | OpenLedger, num_workers: int, phases: Phases) -> None:
+    def __init__(self, ledger: Ledger | OpenLedger, num_workers: int, life: Lifecycle) -> None:
         self._ledger = ledger
         self._num_workers = num_workers
-        self._phases = phases
+        self._life = life
 
     def check(self, node: v1.Node, kind: str, report: v1.Begun) -> None:
         """See `Lead`."""
@@ -93,7 +93,7 @@ class OwnLoops(Lead):
             return Refuse(v1.BAD_REQUEST, f"{node.name} {what} in a run whose minibatches are planned")
         if isinstance(request, v1.Ending):
             over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
-            return None if over is None and not self._phases.over else v1.Ended(over=bool(over))
+            return None if over is None and not self._life.over else v1.Ended(over=bool(over))
         block = self._ledger.reassignment.take(
             node.rank,
             Epoch(request.epoch.loader, request.epoch.epoch),

@@ -66,8 +66,8 @@ class ParticipationDriver:
             name, message = type(error).__name__, str(error)
             if not isinstance(error, GradstreamError):
                 name, message = "UserCodeError", f"drive() of the strategy raised {name}: {message}"
-            if not self._membership.phases.over:
-                self._context.carry_out(self._membership.phases.abort("coordinator", name, message, text))
+            if not self._membership.life.over:
+                self._context.carry_out(self._membership.life.abort("coordinator", name, message, text))
 
     # ---- the strategy's view --------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class ParticipationDriver:
 
     async def set_active_workers(self, count: int, phase: str = "") -> None:
         """See `Participation`."""
-        if self._membership.phases.training:
+        if self._membership.life.training:
             self._context.carry_out(self._participation.set_active_workers(count, phase))
         while self._participation.awaited:
             await self._changed.rung(self._context.runtime, self._look_s)

@@ -45,7 +45,7 @@ class PhaseService:
     async def end(self, last: v1.Notice, wait_s: float) -> None:
         """Tells the nodes that wait that no phase follows, by the run's last notice; for up to `wait_s`."""
         self._tell(
-            v1.PresentPhase(end=last.phase, error=last.error, reason=last.reason, culprit=last.culprit)
+            v1.PresentPhase(end=last.status, error=last.error, reason=last.reason, culprit=last.culprit)
         )
         since_ns = self._runtime.now()
         while self._asking and (left_s := self._runtime.left_s(since_ns, wait_s)) > 0:

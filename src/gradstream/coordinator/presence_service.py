@@ -229,7 +229,7 @@ class PresenceService:
     async def _left(self, stream: Stream, who: str) -> None:
         """Waits until the coordinator notices that an earlier process is gone; not if that process still answers."""
         runtime, since_ns = self._context.runtime, self._context.runtime.now()
-        while self._membership.phases.training and (there := self._presences.get(who)) is not None:
+        while self._membership.life.training and (there := self._presences.get(who)) is not None:
             if there.stream is not None and there.stream.heard_ns > since_ns:
                 return
             await stream.waiting([who])
@@ -281,7 +281,7 @@ class PresenceService:
         presence.refusals.close()
         context = self._context
         context.carry_out(self._membership.lost(who, reason, context.age_s(), certificate))
-        if who in self._membership.nodes.missing_shards and not self._membership.phases.over:
+        if who in self._membership.nodes.missing_shards and not self._membership.life.over:
             self._await_shard(who)
         self._on_lost()
 
@@ -313,7 +313,7 @@ class PresenceService:
         while True:
             received = await stream.recv(context.deadlines.lease_s)
             if received is None:
-                if not self._membership.phases.over:
+                if not self._membership.life.over:
                     raise PeerLostError(who, "left before the run was over")
                 return
             presence.hear()
@@ -337,7 +337,7 @@ class PresenceService:
             context.carry_out(self._membership.beat(who, beat, context.age_s()))
             self._on_beat()
             why = self._membership.nodes.expelled.get(who, "")
-            if why and not self._membership.phases.over:
+            if why and not self._membership.life.over:
                 stream.refuse(v1.NOT_MEMBER, why)
                 raise PeerLostError(who, why)
 
@@ -359,13 +359,13 @@ class PresenceService:
             newest, heard = self._newest(), v1.Notice(heard=self.heard.get(stream.peer, 0))
             notice, heard.unchanged = newest.notice, newest is before
             before = newest
-            if notice.phase != v1.Notice.GATHERING or self._membership.phases.led.continues:
+            if notice.status != v1.Notice.GATHERING or self._membership.life.led.continues:
                 heard.ruling = self._context.keeper.ruling
             # Two serialized messages, one after the other, are one message with the fields of both.
             data = (b"" if heard.unchanged else newest.data) + heard.SerializeToString()
             await self._context.keeper.durable()
             await stream.send(v1.Frame(body=v1.Body(data=data)))
-            if notice.phase >= v1.Notice.FINISHED:
+            if notice.status >= v1.Notice.FINISHED:
                 return
             while not await presence.wakeup.rung(runtime, deadlines.notice_s):
                 if runtime.left_s(stream.heard_ns, 3 * deadlines.beat_s) > 0:

@@ -15,11 +15,11 @@ from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.assignment import AssignmentReplies, BatchAssignment
 from gradstream.coordinator.early_ends import EarlyEnds, EndCriteria
 from gradstream.coordinator.lead import Lead
+from gradstream.coordinator.lifecycle import WHOLE, LedPhase, Lifecycle, LossTolerance
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.own_loops import OwnLoops
 from gradstream.coordinator.participation import ParticipationSchedule
-from gradstream.coordinator.phases import WHOLE, LedPhase, LossTolerance, Phases
 from gradstream.coordinator.progress import QuorumDecisions, SampleProgress
 from gradstream.coordinator.refused_gradients import RefusedGradients
 from gradstream.coordinator.resharding import Resharding
@@ -84,7 +84,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         deadlines=plan.deadlines,
         by_decisions=losses.quorum is not None,
     )
-    phases = Phases(started, nodes, progress, snapshots, losses, plan.led)
+    life = Lifecycle(started, nodes, progress, snapshots, losses, plan.led)
     participation = ParticipationSchedule(progress, started.workers) if plan.drives else None
     leads: list[Lead | None] = [
         # New shards first: if every snapshot were due at once, the shards would never change.
@@ -97,16 +97,16 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
             fewest=2 if losses.acknowledge == "replicated" else 1,
         ),
         # Whether the run survives a loss is decided before anybody replaces the lost node.
-        phases,
+        life,
         # A refused gradient counts before its receipt.
         RefusedGradients(
             progress,
             nodes,
             losses.quarantine_after,
-            phases.abort,
+            life.abort,
             whole_rounds=started.in_rounds and not started.servers and not losses.skips_lost,
         ),
-        OwnLoops(ledger, started.workers, phases),
+        OwnLoops(ledger, started.workers, life),
         progress,
         orphans,
         StandIns(nodes, progress, hands_over=not losses.regroups) if losses.stands_in else None,
@@ -117,8 +117,8 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         admission,
         # After everything that puts minibatches into the model.
         snapshots,
-        AssignmentReplies(plan.assignment, ledger, participation, nodes, phases, snapshots),
+        AssignmentReplies(plan.assignment, ledger, participation, nodes, life, snapshots),
         Shares(plan.balance, ledger, nodes),
-        EarlyEnds(plan.ends, phases, progress, admission, snapshots),
+        EarlyEnds(plan.ends, life, progress, admission, snapshots),
     ]
     return [lead for lead in leads if lead is not None]

@@ -1,4 +1,4 @@
-"""`Snapshot`: one snapshot of a run: its phase, and the reports of the nodes about it."""
+"""`Snapshot`: one snapshot of a run: its stage, and the reports of the nodes about it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Snapshot:
     last: bool
     began_s: float
     ends: bool = False
-    phase: v1.Snapshot.Phase = v1.Snapshot.PAUSE
+    stage: v1.Snapshot.Stage = v1.Snapshot.PAUSE
     begun: dict[str, int] = field(default_factory=dict)  # by worker, how many minibatches it had begun
     stop_at: dict[str, int] = field(default_factory=dict)  # by worker, after how many it stops
     reached: set[str] = field(default_factory=set)  # workers that have stopped
@@ -44,13 +44,13 @@ class Snapshot:
     resumed_s: float = 0.0  # when the workers resumed
     progress: DataProgress = field(default_factory=DataProgress)
     step: int = 0
-    ordered: v1.Snapshot.Phase | None = None  # phase of the last instruction
+    ordered: v1.Snapshot.Stage | None = None  # stage of the last instruction
 
     @property
     def awaited(self) -> list[str]:
         """Names of the nodes whose reports are missing."""
         there: Iterable[str]
-        match self.phase:
+        match self.stage:
             case v1.Snapshot.PAUSE:
                 needed, there = self.workers, self.begun
             case v1.Snapshot.STOP:
@@ -66,12 +66,12 @@ class Snapshot:
     @property
     def pauses_workers(self) -> bool:
         """Whether workers are paused for it."""
-        return self.phase != v1.Snapshot.WRITE
+        return self.stage != v1.Snapshot.WRITE
 
     def take(self, who: str, report: v1.SnapshotReport) -> None:
         """Notes a report of a node. A repeated, early or late report changes nothing."""
         kind = v1.SnapshotReport
-        match report.kind, self.phase:
+        match report.kind, self.stage:
             case kind.BEGUN, v1.Snapshot.PAUSE if who in self.workers:
                 self.begun.setdefault(who, report.count)
             case kind.REACHED, v1.Snapshot.STOP if who in self.workers:
@@ -88,17 +88,17 @@ class Snapshot:
         """Goes from PAUSE to STOP, and decides where each worker stops."""
         furthest = max(self.begun.values(), default=0)
         self.stop_at = {who: furthest if self.in_rounds else count for who, count in self.begun.items()}
-        self.phase = v1.Snapshot.STOP
+        self.stage = v1.Snapshot.STOP
 
     def as_notice(self) -> v1.Snapshot:
         """Returns it in the form in which notices contain it."""
         places = [v1.Place(vector=p.vector, path=p.path, offset_bytes=p.offset_bytes) for p in self.places]
         return v1.Snapshot(
             number=self.number,
-            phase=self.phase,
+            stage=self.stage,
             stop_at=self.stop_at,
             places=places,
-            holders=self.holders if self.phase in (v1.Snapshot.SNAPSHOT, v1.Snapshot.WRITE) else (),
+            holders=self.holders if self.stage in (v1.Snapshot.SNAPSHOT, v1.Snapshot.WRITE) else (),
             last=self.last,
             ends=self.ends,
         )

@@ -1,4 +1,4 @@
-"""A consistent snapshot, as a pure state machine: reports of nodes go in, phases come out.
+"""A consistent snapshot, as a pure state machine: reports of nodes go in, stages come out.
 
     PAUSE ─all begun─▶ STOP ─all reached─▶ (Prepare) ─▶ SNAPSHOT ─all held─▶ WRITE ─all written─▶ (Commit)
 
@@ -189,7 +189,7 @@ class SnapshotRounds(Lead):
     @property
     def ending(self) -> bool:
         """Whether workers know after which minibatch the run ends."""
-        return self.current is not None and self.current.ends and self.current.phase != v1.Snapshot.PAUSE
+        return self.current is not None and self.current.ends and self.current.stage != v1.Snapshot.PAUSE
 
     @property
     def keeps_out(self) -> bool:
@@ -213,7 +213,7 @@ class SnapshotRounds(Lead):
         return self.begin(at_s) if self._last_attempt.is_due(self._policy, at_s) else []
 
     def _check_time(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
-        if snapshot.phase == v1.Snapshot.STOP != snapshot.ordered and (out := self._advance(snapshot, at_s)):
+        if snapshot.stage == v1.Snapshot.STOP != snapshot.ordered and (out := self._advance(snapshot, at_s)):
             return out  # it waited for decisions, or for the pushes of lost workers to be settled
         if self.ending:
             return []  # nothing limits the time of minibatches that were begun
@@ -285,7 +285,7 @@ class SnapshotRounds(Lead):
         """Goes on to SNAPSHOT: the draft is open, and the workers have sent their own state."""
         if snapshot is not self.current:
             return [Discard(snapshot)]
-        snapshot.places, snapshot.phase = tuple(places), v1.Snapshot.SNAPSHOT
+        snapshot.places, snapshot.stage = tuple(places), v1.Snapshot.SNAPSHOT
         return [Notify(), *self._advance(snapshot, at_s)]
 
     def committed(self, snapshot: Snapshot, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
@@ -344,17 +344,17 @@ class SnapshotRounds(Lead):
         return [] if snapshot is None or snapshot.ends else [Discard(snapshot)]
 
     def _advance(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
-        """Enters the next phase if all reports of the current one are there."""
+        """Enters the next stage if all reports of the current one are there."""
         if snapshot.awaited:
             return []
-        if snapshot.phase == v1.Snapshot.STOP and (self._undecided(snapshot) or not self._orphans.settled):
+        if snapshot.stage == v1.Snapshot.STOP and (self._undecided(snapshot) or not self._orphans.settled):
             return []
-        match snapshot.phase:
+        match snapshot.stage:
             case v1.Snapshot.PAUSE:
                 snapshot.stop()
                 return [Notify(), *self._advance(snapshot, at_s)]
             case v1.Snapshot.STOP if snapshot.ends:
-                snapshot.phase = v1.Snapshot.ENDED
+                snapshot.stage = v1.Snapshot.ENDED
                 return [Notify()]
             case v1.Snapshot.STOP:
                 snapshot.progress, snapshot.step = self._progress.ledger.progress(), self._progress.step
@@ -362,7 +362,7 @@ class SnapshotRounds(Lead):
             case v1.Snapshot.SNAPSHOT:
                 if any(version < 0 for versions in snapshot.versions.values() for version in versions):
                     return self.fail("coordinator", "there are no parameters yet", at_s)
-                snapshot.phase, snapshot.resumed_s = v1.Snapshot.WRITE, at_s
+                snapshot.stage, snapshot.resumed_s = v1.Snapshot.WRITE, at_s
                 return [Notify(), *self._advance(snapshot, at_s)]
             case v1.Snapshot.ENDED:
                 return []
@@ -377,8 +377,8 @@ class SnapshotRounds(Lead):
 
     @staticmethod
     def _order(snapshot: Snapshot, instruction: Instruction) -> list[Instruction]:
-        """Gives the instruction once per phase: nodes may repeat their reports."""
-        if snapshot.ordered == snapshot.phase:
+        """Gives the instruction once per stage: nodes may repeat their reports."""
+        if snapshot.ordered == snapshot.stage:
             return []
-        snapshot.ordered = snapshot.phase
+        snapshot.ordered = snapshot.stage
         return [instruction]

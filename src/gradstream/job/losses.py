@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 
-from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.job.plan import RunPlan
 from gradstream.strategies.base import GroupStrategy, PeerStrategy
 from gradstream.traits import obstacle

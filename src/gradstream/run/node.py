@@ -374,7 +374,7 @@ async def _coordinate(
     if kept is not None:
         kept.remove()
     await write_rest(log, runtime, plan.job.deadlines.lease_s, say)
-    if outcome.notice.phase == v1.Notice.STOPPED:
+    if outcome.notice.status == v1.Notice.STOPPED:
         return RESUMABLE
     return OK if outcome.failed is None else ABORTED
 

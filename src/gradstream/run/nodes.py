@@ -25,9 +25,9 @@ from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.early_ends import EndCriteria
+from gradstream.coordinator.lifecycle import LedPhase, PhasePlace
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.phases import LedPhase, PhasePlace
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.shares import ShareBalance

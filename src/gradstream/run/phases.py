@@ -18,9 +18,9 @@ from gradstream.checkpoint.manifest import STATE, Manifest, Resume
 from gradstream.coordinator.client.member import PhaseOverError
 from gradstream.coordinator.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.durable.keeper import Keeper
+from gradstream.coordinator.lifecycle import PhasePlace
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.phase_service import PhaseService, phase_to_join
-from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import RefusedError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.lifecycle import LossTolerance
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 """Seconds before the second restart of a node, and the most seconds before any; they double each time."""

@@ -732,11 +732,11 @@ class PresentPhase(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
     resume: str
-    end: Notice.Phase
+    end: Notice.Status
     reason: str
     culprit: str
     error: str
-    def __init__(self, number: _Optional[int] = ..., resume: _Optional[str] = ..., end: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., resume: _Optional[str] = ..., end: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "dtype", "same_as")
@@ -751,23 +751,23 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "error", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_boundary", "unchanged")
-    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ("epoch", "nodes", "model", "status", "reason", "culprit", "error", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_boundary", "unchanged")
+    class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        GATHERING: _ClassVar[Notice.Phase]
-        TRAINING: _ClassVar[Notice.Phase]
-        FINISHED: _ClassVar[Notice.Phase]
-        ABORTED: _ClassVar[Notice.Phase]
-        STOPPED: _ClassVar[Notice.Phase]
-    GATHERING: Notice.Phase
-    TRAINING: Notice.Phase
-    FINISHED: Notice.Phase
-    ABORTED: Notice.Phase
-    STOPPED: Notice.Phase
+        GATHERING: _ClassVar[Notice.Status]
+        TRAINING: _ClassVar[Notice.Status]
+        FINISHED: _ClassVar[Notice.Status]
+        ABORTED: _ClassVar[Notice.Status]
+        STOPPED: _ClassVar[Notice.Status]
+    GATHERING: Notice.Status
+    TRAINING: Notice.Status
+    FINISHED: Notice.Status
+    ABORTED: Notice.Status
+    STOPPED: Notice.Status
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -786,7 +786,7 @@ class Notice(_message.Message):
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     model: ModelSpec
-    phase: Notice.Phase
+    status: Notice.Status
     reason: str
     culprit: str
     error: str
@@ -802,7 +802,7 @@ class Notice(_message.Message):
     first_epoch: int
     next_boundary: int
     unchanged: bool
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_boundary: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., status: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_boundary: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
 
 class Fenced(_message.Message):
     __slots__ = ("sender", "incarnation", "redos")
@@ -868,19 +868,19 @@ class Interval(_message.Message):
     def __init__(self, number: _Optional[int] = ..., paused: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("number", "phase", "stop_at", "places", "last", "ends", "holders")
-    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ("number", "stage", "stop_at", "places", "last", "ends", "holders")
+    class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        PAUSE: _ClassVar[Snapshot.Phase]
-        STOP: _ClassVar[Snapshot.Phase]
-        SNAPSHOT: _ClassVar[Snapshot.Phase]
-        WRITE: _ClassVar[Snapshot.Phase]
-        ENDED: _ClassVar[Snapshot.Phase]
-    PAUSE: Snapshot.Phase
-    STOP: Snapshot.Phase
-    SNAPSHOT: Snapshot.Phase
-    WRITE: Snapshot.Phase
-    ENDED: Snapshot.Phase
+        PAUSE: _ClassVar[Snapshot.Stage]
+        STOP: _ClassVar[Snapshot.Stage]
+        SNAPSHOT: _ClassVar[Snapshot.Stage]
+        WRITE: _ClassVar[Snapshot.Stage]
+        ENDED: _ClassVar[Snapshot.Stage]
+    PAUSE: Snapshot.Stage
+    STOP: Snapshot.Stage
+    SNAPSHOT: Snapshot.Stage
+    WRITE: Snapshot.Stage
+    ENDED: Snapshot.Stage
     class StopAtEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -889,20 +889,20 @@ class Snapshot(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     STOP_AT_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     number: int
-    phase: Snapshot.Phase
+    stage: Snapshot.Stage
     stop_at: _containers.ScalarMap[str, int]
     places: _containers.RepeatedCompositeFieldContainer[Place]
     last: bool
     ends: bool
     holders: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Snapshot.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ..., ends: bool = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., stage: _Optional[_Union[Snapshot.Stage, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ..., ends: bool = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("vector", "path", "offset_bytes")

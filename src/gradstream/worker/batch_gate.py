@@ -39,9 +39,9 @@ class _SnapshotStop:
     def hear(self, notice: v1.Notice, begun: int) -> None:
         """Handles the coordinator's news on snapshots, for a worker that has begun this many minibatches."""
         self.snapshot = snapshot = notice.snapshot if notice.HasField("snapshot") else v1.Snapshot()
-        stops = snapshot.number > 0 and (snapshot.phase != v1.Snapshot.WRITE or snapshot.last)
+        stops = snapshot.number > 0 and (snapshot.stage != v1.Snapshot.WRITE or snapshot.last)
         self._limit = snapshot.stop_at.get(self._worker, begun) if stops else None
-        if stops and snapshot.phase == v1.Snapshot.PAUSE:
+        if stops and snapshot.stage == v1.Snapshot.PAUSE:
             self._say(v1.SnapshotReport.BEGUN, begun)
 
     def at_limit(self, begun: int) -> bool:
@@ -50,7 +50,7 @@ class _SnapshotStop:
 
     def stands(self, begun: int) -> None:
         """Reports that the worker stands still, if the snapshot waits for that."""
-        waits = self.snapshot.phase in (v1.Snapshot.STOP, v1.Snapshot.SNAPSHOT)
+        waits = self.snapshot.stage in (v1.Snapshot.STOP, v1.Snapshot.SNAPSHOT)
         if waits and self.snapshot.number > 0 and self.at_limit(begun):
             self._say(v1.SnapshotReport.REACHED, begun)
 
@@ -151,7 +151,7 @@ class BatchGate:
 
     def hear(self, notice: v1.Notice) -> None:
         """Takes in a notice of the coordinator."""
-        if notice.phase == v1.Notice.STOPPED:
+        if notice.status == v1.Notice.STOPPED:
             return  # a worker that stands for the last snapshot must begin no minibatch that nobody would count
         self._stop.hear(notice, self.begun)
         self._intervals.hear(notice.participation)
@@ -166,12 +166,12 @@ class BatchGate:
     @property
     def ending(self) -> bool:
         """Whether the coordinator has announced after which minibatch the run ends."""
-        return self._stop.snapshot.ends and self._stop.snapshot.phase != v1.Snapshot.PAUSE
+        return self._stop.snapshot.ends and self._stop.snapshot.stage != v1.Snapshot.PAUSE
 
     @property
     def settled(self) -> bool:
         """Whether every minibatch begun is in the model, once the workers know where the run ends."""
-        return not self._stop.snapshot.ends or self._stop.snapshot.phase == v1.Snapshot.ENDED
+        return not self._stop.snapshot.ends or self._stop.snapshot.stage == v1.Snapshot.ENDED
 
     @property
     def driven(self) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol, cast
 
 from gradstream.collectives.group import Group, GroupMembers
-from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.data.base import BatchPlan
 from gradstream.data.plan import EpochPlan
 from gradstream.job.job import OwnData

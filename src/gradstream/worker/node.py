@@ -363,7 +363,7 @@ class WorkerNode:
             self._member.finished()
 
     def _is_over(self) -> bool:
-        return self._member.notice.phase == v1.Notice.FINISHED
+        return self._member.notice.status == v1.Notice.FINISHED
 
     async def _keep(self, exchange: Exchange) -> None:
         """Evaluates and writes the final model."""

@@ -186,7 +186,7 @@ class Member(Reporter):
             RunAbortedError: the run ended before.
             PeerLostError: the coordinator was lost.
         """
-        await self.heard(lambda: self.notice.phase in (v1.Notice.TRAINING, v1.Notice.FINISHED))
+        await self.heard(lambda: self.notice.status in (v1.Notice.TRAINING, v1.Notice.FINISHED))
         return self.notice
 
     async def over(self) -> v1.Notice:
@@ -196,7 +196,7 @@ class Member(Reporter):
             RunAbortedError: the run was aborted. The error names the node at fault, and the reason.
             PeerLostError: the coordinator was lost.
         """
-        await self.heard(lambda: self.notice.phase == v1.Notice.FINISHED)
+        await self.heard(lambda: self.notice.status == v1.Notice.FINISHED)
         return self.notice
 
     async def heard(self, reached: Callable[[], bool]) -> None:
@@ -224,7 +224,7 @@ class Member(Reporter):
         """
         if self._presence is None or self._attending is None:
             return
-        if self.notice.phase < v1.Notice.FINISHED:
+        if self.notice.status < v1.Notice.FINISHED:
             self._attending.cancel()
         try:
             await self._runtime.within(
@@ -269,7 +269,7 @@ class Member(Reporter):
     async def _judged(self) -> bool:
         """Waits as long as a loss takes to be noticed, and returns whether the run has ended."""
         try:
-            return await self.told(lambda: self.notice.phase == v1.Notice.FINISHED)
+            return await self.told(lambda: self.notice.status == v1.Notice.FINISHED)
         except GradstreamError:
             return True
 
@@ -337,13 +337,13 @@ class Member(Reporter):
         if not again:
             self._follow(notice)
         changed, self.notice = not again and notice != self.notice, notice
-        if notice.phase == v1.Notice.ABORTED:
+        if notice.status == v1.Notice.ABORTED:
             self._error = RunAbortedError(notice.culprit, notice.error, notice.reason)
-        elif notice.phase == v1.Notice.STOPPED and notice.next_boundary:
+        elif notice.status == v1.Notice.STOPPED and notice.next_boundary:
             self._error = PhaseOverError(notice.next_boundary)
-        elif notice.phase == v1.Notice.STOPPED:
+        elif notice.status == v1.Notice.STOPPED:
             self._error = RunStoppedError("the run was stopped; it can be resumed")
-        elif notice.phase == v1.Notice.TRAINING and all(node.name != self.node.name for node in notice.nodes):
+        elif notice.status == v1.Notice.TRAINING and all(node.name != self.node.name for node in notice.nodes):
             self._error = self._error or EvictedError(
                 self.node.name, "it, or another process of its replica, is no member any more"
             )
@@ -353,7 +353,7 @@ class Member(Reporter):
             self._news.ring()
         if self._error is not None:
             raise self._error
-        if notice.phase == v1.Notice.FINISHED:
+        if notice.status == v1.Notice.FINISHED:
             self._urgent.ring()  # so that `_keep_beating` ends
             return False
         return True
@@ -372,13 +372,13 @@ class Member(Reporter):
             identity.fingerprint = notice.model.fingerprint
             identity.chunk_bytes = notice.model.chunk_elems * itemsize_bytes(notice.model.dtype)
         self._endpoint.members_changed(members, notice.revoked)
-        if notice.phase == v1.Notice.TRAINING and self._clock.begin() and self._endpoint.routes:
+        if notice.status == v1.Notice.TRAINING and self._clock.begin() and self._endpoint.routes:
             self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))
 
     async def _keep_beating(self, presence: Presence) -> None:
         """Sends a beat when there are reports, and otherwise as a heartbeat."""
         gather_s, silent_s = min(GATHER_S, self._deadlines.beat_s), 0.0
-        while self.notice.phase != v1.Notice.FINISHED:
+        while self.notice.status != v1.Notice.FINISHED:
             urgent = await self._urgent.rung(self._runtime, gather_s)
             silent_s += gather_s
             if urgent or self._has_news or silent_s >= self._deadlines.beat_s:

@@ -163,9 +163,9 @@ class ReplayedMember(Member):
         if self._pauses:
             pause = self._pauses[0]
             number = self.notice.snapshot.number + 1
-            phase = v1.Snapshot.ENDED if self._ended else v1.Snapshot.STOP
+            stage = v1.Snapshot.ENDED if self._ended else v1.Snapshot.STOP
             snapshot = v1.Snapshot(
-                number=number, phase=phase, ends=isinstance(pause, SnapshotReached) and pause.ends
+                number=number, stage=stage, ends=isinstance(pause, SnapshotReached) and pause.ends
             )
             snapshot.stop_at[self.node.name] = pause.begun
             notice.snapshot.CopyFrom(snapshot)

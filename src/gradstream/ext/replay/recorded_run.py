@@ -108,7 +108,7 @@ class RecordedRun:
         ]
         return v1.Notice(
             epoch=1,
-            phase=v1.Notice.TRAINING,
+            status=v1.Notice.TRAINING,
             nodes=nodes,
             placement=Placement(0, self.plan.servers).as_message(),
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradstream.coordinator.phases import LossTolerance
+from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.errors import ConfigError
 from gradstream.run.remote.facts import difference
 from gradstream.run.remote.listening import ServersOn

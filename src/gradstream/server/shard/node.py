@@ -166,7 +166,7 @@ class ShardNode:
 
         def decided() -> bool:
             notice = member.notice
-            return notice.phase == v1.Notice.FINISHED or notice.resharding.to.first != first
+            return notice.status == v1.Notice.FINISHED or notice.resharding.to.first != first
 
         await member.heard(lambda: member.notice.resharding.holds or decided())
         if not decided():
@@ -175,7 +175,7 @@ class ShardNode:
                 await member.heard(decided)
             finally:
                 taking.cancel()
-        return member.notice.phase != v1.Notice.FINISHED and self._holds(member.notice)
+        return member.notice.status != v1.Notice.FINISHED and self._holds(member.notice)
 
     async def _take(self) -> None:
         notice, copies = self._member.notice, self._service.copies
@@ -276,7 +276,7 @@ class ShardNode:
         """Returns when this shard is not needed any more. Raises the error of `failed` as soon as there is one."""
         member = self._member
         ended = member.heard(
-            lambda: member.notice.phase == v1.Notice.FINISHED or not self._holds(member.notice)
+            lambda: member.notice.status == v1.Notice.FINISHED or not self._holds(member.notice)
         )
         over = self._runtime.spawn(ended, name=f"{self._runtime.node}-over")
         over.add_done_callback(lambda _: failed.cancel())

@@ -159,7 +159,7 @@ class GroupForming:
         """Begins to form a new group if workers or epoch have changed, and abandons the previous one."""
         workers = {node.name: node.incarnation for node in notice.nodes if node.role == "worker"}
         same = workers == self._workers and notice.epoch == self._announced.epoch
-        if notice.phase != v1.Notice.TRAINING or (self._newest and same):
+        if notice.status != v1.Notice.TRAINING or (self._newest and same):
             return
         before, self._workers = self._workers, workers
         self._newest += 1

@@ -304,7 +304,7 @@ class PartNode:
     async def _train(self) -> None:
         config, member, runtime = self._config, self._member, self._runtime
         await member.training()
-        await member.heard(lambda: self._is_whole() or member.notice.phase == v1.Notice.FINISHED)
+        await member.heard(lambda: self._is_whole() or member.notice.status == v1.Notice.FINISHED)
         if not self._is_whole():
             return  # the run was over before the worker of this replica came back
         self._follower.start()

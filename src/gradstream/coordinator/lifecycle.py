@@ -1,4 +1,4 @@
-"""The phase of the run, and how the run ends, as a pure state machine.
+"""The life of the run, from the first node that joins to its end, as a pure state machine.
 
     GATHERING ──begin──▶ TRAINING ──conclude──▶ FINISHED
         │                    │
@@ -108,8 +108,8 @@ class PhasePlace:
     resume: str = ""
 
 
-class Phases(Lead):
-    """Leads a run from one phase to the next.
+class Lifecycle(Lead):
+    """Leads a run from the first node that joins to its end.
 
     Args:
         started: the run as planned.
@@ -121,7 +121,7 @@ class Phases(Lead):
 
     Attributes:
         led: see above.
-        phase: the present phase.
+        status: how far the run is.
         reason: why the run was aborted; "" if it was not.
         error: name of the exception that the launcher raises then.
         culprit: name of the node that caused it.
@@ -131,7 +131,7 @@ class Phases(Lead):
         asked: somebody has asked the run to stop.
     """
 
-    KEPT = ("phase", "reason", "error", "culprit", "criterion", "crossing", "grown", "chosen", "asked")
+    KEPT = ("status", "reason", "error", "culprit", "criterion", "crossing", "grown", "chosen", "asked")
     """See `durable.state`."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Phases(Lead):
         self.grown = 0
         self.chosen = ""
         self.led = led
-        self.phase: v1.Notice.Phase = v1.Notice.GATHERING
+        self.status: v1.Notice.Status = v1.Notice.GATHERING
         self.reason = ""
         self.error = ""
         self.culprit = ""
@@ -163,24 +163,24 @@ class Phases(Lead):
     @property
     def over(self) -> bool:
         """Whether the run is FINISHED, ABORTED or STOPPED."""
-        return self.phase >= v1.Notice.FINISHED
+        return self.status >= v1.Notice.FINISHED
 
     @property
     def next_boundary(self) -> int:
         """Number of the boundary after which the nodes go on, as this phase of the job has ended; 0: they do not."""
         crossed = self.crossing and self._snapshots.crossed
-        goes_on = self.phase == v1.Notice.STOPPED and crossed and not self.asked
+        goes_on = self.status == v1.Notice.STOPPED and crossed and not self.asked
         return self.led.number + 1 if goes_on else 0
 
     @property
     def gathering(self) -> bool:
         """Whether the run waits for nodes to join."""
-        return self.phase == v1.Notice.GATHERING
+        return self.status == v1.Notice.GATHERING
 
     @property
     def training(self) -> bool:
         """Whether all nodes have joined, and the run is not over."""
-        return self.phase == v1.Notice.TRAINING
+        return self.status == v1.Notice.TRAINING
 
     def why_closed(self, role: str) -> str:
         """Says why a node of this role cannot join now; "" if it can, at once or later: see `may_enter`."""
@@ -236,8 +236,8 @@ class Phases(Lead):
         return not shards and there >= self._needed and there > 0
 
     def notice(self, notice: v1.Notice) -> None:
-        """Adds the phase of the run, and why it has ended."""
-        notice.phase, notice.culprit = self.phase, self.culprit
+        """Adds how far the run is, and why it has ended."""
+        notice.status, notice.culprit = self.status, self.culprit
         notice.error, notice.reason = self.error, self.reason
         notice.next_boundary = self.next_boundary
 
@@ -282,7 +282,7 @@ class Phases(Lead):
 
     def _stop(self) -> list[Instruction]:
         """Ends the run, or this phase of the job, with the newest checkpoint."""
-        self.phase = v1.Notice.STOPPED
+        self.status = v1.Notice.STOPPED
         self._nodes.absent = self._nodes.missing
         if self.next_boundary:
             return [Notify()]
@@ -297,7 +297,7 @@ class Phases(Lead):
             message: what happened.
             traceback: the user's traceback, if the user's code failed.
         """
-        self.phase, self.culprit = v1.Notice.ABORTED, culprit
+        self.status, self.culprit = v1.Notice.ABORTED, culprit
         self.error, self.reason = error, message
         failed = FailedEvent(culprit=culprit, error=error, message=message, traceback=traceback)
         return [*self._snapshots.drop(), Emit(failed), Notify()]
@@ -362,7 +362,7 @@ class Phases(Lead):
             )
             return out + self.abort(self._nodes.worker_names[0], NonFiniteError.__name__, message)
         out += [] if early else [*self._report_losses(), *map(Emit, self._progress.brief())]
-        self.phase = v1.Notice.FINISHED
+        self.status = v1.Notice.FINISHED
         done = self._progress.finished(self.criterion)
         return [*out, *self._snapshots.drop(), Emit(done), Notify()]
 
