@@ -24,7 +24,7 @@ from gradstream.wire import v1
 
 REQUESTS: Mapping[str, type[Message]] = {
     "join": v1.Join,
-    "phase": v1.AskPhase,
+    "plan": v1.AskPlan,
     "alive": v1.Body,
     "resume": v1.Resume,
     "assign": v1.Ask,

@@ -135,7 +135,7 @@ export class Member {
   // `standing`: the model includes all that this worker has begun.
   report() {
     const cut = this.notice.snapshot, reached = this.standing && this.isAtLimit && ["STOP", "SNAPSHOT"].includes(cut.stage);
-    const kind = cut?.phase === "PAUSE" ? "BEGUN" : reached ? "REACHED" : "";
+    const kind = cut?.stage === "PAUSE" ? "BEGUN" : reached ? "REACHED" : "";
     if (!kind || this.reported === kind + cut.number) return;
     this.reported = kind + cut.number;
     this.tell({ reports: [{ snapshot: { number: cut.number, kind, count: this.begun } }] });

@@ -15,6 +15,7 @@ from gradstream._simulate import simulate
 from gradstream.coordinator.durable.keeper import missing_lines
 from gradstream.coordinator.durable.state import KeptState, StateError, decode, encode
 from gradstream.coordinator.durable.store import STORE, StateStore, SupersededError
+from gradstream.coordinator.lifecycle import Boundary
 from gradstream.coordinator.membership import Membership
 from gradstream.data.feed import QueuePlan
 from gradstream.data.leases import AssignableBatches, Leases, Receipts
@@ -184,7 +185,7 @@ def test_nothing_that_changes_is_forgotten(strategy: str, options: dict[str, Any
             if live.life.over:
                 return
             ledger = cluster.plan.ledger()
-            fresh = _membership(cluster.plan, ledger, _started(cluster.plan, ledger))
+            fresh = _membership(cluster.plan, ledger, _started(cluster.plan, ledger), Boundary())
             KeptState(fresh.parts()).restore(KeptState(live.parts()).rows())
             _equal(live, fresh, set(), "membership")
             compared.append(number)

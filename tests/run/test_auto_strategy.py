@@ -235,7 +235,7 @@ def test_a_run_that_is_stopped_exchanges_as_it_was_chosen() -> None:
 
     async def stop(cluster: SimulatedCluster) -> None:
         assert cluster.coordinator is not None
-        while not cluster.coordinator.membership.life.led.number:
+        while not cluster.coordinator.membership.life.boundary.number:
             await cluster.virtual.runtime("director").sleep(1e-2)
         cluster.coordinator.stop()
 

@@ -12,9 +12,9 @@ import pytest
 import gradstream as gs
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.checkpoint.snapshot import Carried
-from gradstream.coordinator import early_ends
+from gradstream.coordinator import growing_batches
 from gradstream.coordinator.durable.store import StateStore
-from gradstream.coordinator.early_ends import VarianceTest
+from gradstream.coordinator.growing_batches import VarianceTest
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data import Ledger
 from gradstream.errors import ConfigError, Interrupted, UnknownNameError
@@ -512,7 +512,7 @@ def steps_of(
 
 
 def test_the_variance_is_that_of_single_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_ends, "MEMORY", 1 - 1e-4)
+    monkeypatch.setattr(growing_batches, "MEMORY", 1 - 1e-4)
     rng, mean = np.random.default_rng(0), np.full(10, 0.5)
     test = VarianceTest(0.01, 2, 4, 4)
     for _ in range(10_000):
@@ -543,7 +543,7 @@ def test_a_step_grows_to_a_multiple_of_the_noise_scale(multiple: float) -> None:
 
 def test_a_step_never_needs_more_than_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means over minibatches of an epoch vary less than of samples that are drawn anew, and over all not at all."""
-    monkeypatch.setattr(early_ends, "MEMORY", 1 - 1e-4)
+    monkeypatch.setattr(growing_batches, "MEMORY", 1 - 1e-4)
     rng = np.random.default_rng(0)
     samples = 0.5 + 3.0 * rng.standard_normal((120, 10))
     test = VarianceTest(0.1, 2, 2, 1000, population=120)
@@ -589,7 +589,7 @@ def test_batches_grow_during_a_run_and_every_sample_counts_once(strategy: str, t
 
 def test_a_growth_that_comes_too_late_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator hears of steps after a while: the last ones may be done then."""
-    monkeypatch.setattr("gradstream.coordinator.phases.GROWS_BEFORE", -100)
+    monkeypatch.setattr("gradstream.coordinator.growing_batches.GROWS_BEFORE", -100)
     phase = gs.Phase(epochs=2, accumulate=2, variance_test=0.5, largest=3)
     run = counted(sums=True, workers=2, batch_size=1, phases=[phase], seed=3)
     assert run.summary["samples_accounted"] == 2 * NUM_SAMPLES

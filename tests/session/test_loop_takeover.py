@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
-from gradstream.coordinator.lifecycle import WHOLE, Lifecycle, LossTolerance
+from gradstream.coordinator.lifecycle import Lifecycle, LossTolerance
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.own_loops import OwnLoops
@@ -307,7 +307,7 @@ def own_loops() -> tuple[OwnLoops, v1.Node]:
         total_steps=0,
     )  # fmt: skip
     snapshots = SnapshotRounds(progress, nodes, None, OrphanedPushes(progress, nodes, redoes=False))
-    life = Lifecycle(started, nodes, progress, snapshots, LossTolerance(survives_worker_loss=True), WHOLE)
+    life = Lifecycle(started, nodes, progress, snapshots, LossTolerance(survives_worker_loss=True))
     return OwnLoops(ledger, 2, life), v1.Node(name="worker-0", role="worker")
 
 

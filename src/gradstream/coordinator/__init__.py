@@ -1,9 +1,9 @@
 """The coordinator: which nodes are in the run, and which minibatches are in the model."""
 
 from gradstream.coordinator.client.member import (
+    BoundaryError,
     DrainedError,
     Member,
-    PhaseOverError,
     RunAbortedError,
     RunStoppedError,
 )
@@ -12,12 +12,12 @@ from gradstream.coordinator.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.membership import Membership
 
 __all__ = [
+    "BoundaryError",
     "Coordinator",
     "DrainedError",
     "EvictedError",
     "Member",
     "Membership",
-    "PhaseOverError",
     "RunAbortedError",
     "RunOutcome",
     "RunStoppedError",

@@ -270,7 +270,7 @@ class CheckpointWriter:
             evaluated=self._rounds.evaluated,
             dropped=self._membership.progress.dropped,
             shares=() if balance is None else balance.sizes,
-            phase=self._phase(over=snapshot.last and self._membership.life.crossing),
+            phase=self._place(last=snapshot.last),
         )
         others = opened.others
         own = {**{who: state.encode() for who, state in opened.own.items()}, **opened.beside}
@@ -299,10 +299,10 @@ class CheckpointWriter:
         elems = len(snapshot.places) * spec.elems
         return await self._runtime.beside(write, work=Work("commit", elems=elems)), opened.draft.size_bytes
 
-    def _phase(self, *, over: bool) -> JobPhase:
-        phase = self._options.template.phase
-        life = self._membership.life
-        return replace(phase, over=True, grown=life.grown, chosen=life.chosen) if over else phase
+    def _place(self, *, last: bool) -> JobPhase:
+        """Where the run goes on from a checkpoint."""
+        life, present = self._membership.life, self._options.template.phase
+        return life.follows or present if last and life.crossing else present
 
     async def _discard(self, snapshot: Snapshot) -> None:
         """Removes the files of a snapshot."""

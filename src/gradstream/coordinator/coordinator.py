@@ -18,7 +18,6 @@ from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
-from gradstream.coordinator.lifecycle import PhasePlace
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation_driver import ParticipationDriver
 from gradstream.coordinator.presence_service import Admitted, PresenceService
@@ -119,7 +118,6 @@ class Coordinator:
         keeper: takes the events of all nodes and of the coordinator, and keeps the state.
         checkpoints: how checkpoints are made; None makes none.
         drive: the strategy's schedule of participation; None if all workers take part.
-        place: the position of this phase among the job's phases; None if there are none.
 
     Attributes:
             clock: time of the events.
@@ -136,15 +134,14 @@ class Coordinator:
         keeper: Keeper,
         checkpoints: CheckpointOptions | None = None,
         drive: Callable[[ParticipationDriver], Awaitable[None]] | None = None,
-        place: PhasePlace | None = None,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self.membership = membership
-        self._begun = False  # whether the training of this phase has begun
+        self._begun = False  # the training
         self._keeper = keeper
-        clock = None if place is None else place.clock
-        self.clock = clock or RunClock(runtime, membership.progress.earlier_s)
+        boundary = membership.life.boundary
+        self.clock = boundary.clock or RunClock(runtime, membership.progress.earlier_s)
         endpoint.on_damage = lambda peer, size_bytes: self.emit(
             DamagedEvent(peer=peer, size_bytes=size_bytes)
         )
@@ -171,10 +168,8 @@ class Coordinator:
             on_lost=self._after_loss,
         )
         self._requests = RequestService(context)
-        kept = {"clock": self.clock, "age": self._age_s, "heard": self._presences}
-        state = KeptState({**membership.parts(), **kept})
-        if place is not None:
-            state.add("job_phase", place)
+        own = {"clock": self.clock, "age": self._age_s, "heard": self._presences, "boundary": boundary}
+        state = KeptState({**membership.parts(), **own})
         restored = keeper.restored
         keeper.begin(state, self._ended.ring)
         if restored:

@@ -5,8 +5,9 @@
         └──abort, stop───────┴──▶ ABORTED, STOPPED
 
 The run is FINISHED when every minibatch has a receipt and every remaining worker has finished; ABORTED when
-it cannot get there any more; STOPPED on request. These three are final. A phase of the job that another one follows
-(`job.phases`) ends as STOPPED, too: with a checkpoint, from which the same nodes go on.
+it cannot get there any more; STOPPED on request. These three are final. A plan that another one follows ends STOPPED,
+too: at a boundary, with a checkpoint from which the same nodes go on. Which plans there are (`job.phases`) is not
+known here.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator.lead import Emit, Instruction, Lead, Lost, Notify
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
-from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
-from gradstream.telemetry.events import FailedEvent, PhaseEvent, StartedEvent, StoppedEvent
+from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
 
 
@@ -63,46 +64,22 @@ class LossTolerance:
         return not self.obstacle
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedPhase:
-    """The part of a run that one coordinator's state machine leads: all of it, or a phase of its job.
-
-    Args:
-        number: number of boundaries between phases before it.
-        follows: another phase follows.
-        before: the nodes of the phase before; None in the first.
-        announced: reported when the training of this phase begins; None if the job has no phases.
-        continues: the same nodes have gone through the phase before.
-    """
-
-    number: int = 0
-    follows: bool = False
-    before: Nodes | None = None
-    announced: PhaseEvent | None = None
-    continues: bool = False
-
-
-GROWS_BEFORE = 8
-"""Steps of each worker that have to be left for a boundary at which batches grow."""
-
-WHOLE = LedPhase()
-"""All of a run."""
-
-
 @dataclass
-class PhasePlace:
-    """The place of a phase of the job among the others, for its coordinator.
+class Boundary:
+    """Where the nodes of a run go on with another plan, in the same processes and from a checkpoint.
 
     Args:
-        clock: clock of all phases; None makes one.
-        before: the nodes of the phase before; None in the first, and in a process that has not led that one.
-        resume: where the phase goes on in the same nodes, as JSON; "" where the nodes begin with it. It is kept, and
-            so tells a new process of the coordinator which phase it leads.
+        number: how many boundaries there are up to this one, in all processes of the run.
+        clock: time of the run; None begins it.
+        before: the nodes of the plan before; None in processes that have not gone through it.
+        resume: the checkpoint, as JSON; "" where these processes begin the run, or a resumed one. It is kept: a new
+            process of the coordinator learns from it which plan it leads.
     """
 
     KEPT = ("resume",)
     """See `durable.state`."""
 
+    number: int = 0
     clock: RunClock | None = None
     before: Nodes | None = None
     resume: str = ""
@@ -117,21 +94,22 @@ class Lifecycle(Lead):
         progress: the minibatches in the model.
         snapshots: a run that ends early ends with a snapshot.
         losses: which losses the run survives.
-        led: which part of the run this is.
+        boundary: the one after which this plan began.
+        successor: where the run goes on after this plan; None: it ends with it.
 
     Attributes:
-        led: see above.
+        boundary: see above.
         status: how far the run is.
         reason: why the run was aborted; "" if it was not.
         error: name of the exception that the launcher raises then.
         culprit: name of the node that caused it.
         criterion: the stopping criterion that was reached; "" while none is.
-        crossing: this phase of the job is over: all is in the model, or its criterion was reached.
-        grown, chosen: with `crossing`: see `JobPhase`.
+        crossing: this plan ends, and the nodes go on with another one.
+        follows: how the checkpoint with which this plan ends says that; None: the run ends with it.
         asked: somebody has asked the run to stop.
     """
 
-    KEPT = ("status", "reason", "error", "culprit", "criterion", "crossing", "grown", "chosen", "asked")
+    KEPT = ("status", "reason", "error", "culprit", "criterion", "crossing", "follows", "asked")
     """See `durable.state`."""
 
     def __init__(
@@ -141,13 +119,13 @@ class Lifecycle(Lead):
         progress: SampleProgress,
         snapshots: SnapshotRounds,
         losses: LossTolerance,
-        led: LedPhase,
+        boundary: Boundary | None = None,
+        successor: JobPhase | None = None,
     ) -> None:
         self.crossing = False
         self.asked = False
-        self.grown = 0
-        self.chosen = ""
-        self.led = led
+        self.follows = self._successor = successor
+        self.boundary = boundary or Boundary()
         self.status: v1.Notice.Status = v1.Notice.GATHERING
         self.reason = ""
         self.error = ""
@@ -167,10 +145,10 @@ class Lifecycle(Lead):
 
     @property
     def next_boundary(self) -> int:
-        """Number of the boundary after which the nodes go on, as this phase of the job has ended; 0: they do not."""
+        """Number of the boundary at which the nodes go on, as this plan has ended; 0: they do not."""
         crossed = self.crossing and self._snapshots.crossed
         goes_on = self.status == v1.Notice.STOPPED and crossed and not self.asked
-        return self.led.number + 1 if goes_on else 0
+        return self.boundary.number + 1 if goes_on else 0
 
     @property
     def gathering(self) -> bool:
@@ -208,30 +186,32 @@ class Lifecycle(Lead):
         """
         return self._progress.ledger.num_receipts > 0 and not self._nodes.missing_shards
 
-    def cross(self, at_s: float, grown: int = 0) -> list[Instruction]:
-        """Ends this phase of the job with a checkpoint, if it goes on or another one follows.
+    def cross(self, at_s: float, to: JobPhase | None = None) -> list[Instruction]:
+        """Ends this plan with a checkpoint from which the nodes go on, if anything follows.
 
         Repeating it changes nothing.
 
         Args:
             at_s: time in seconds.
-            grown: see `JobPhase`.
+            to: where they go on; None: where the plan's end says.
         """
-        goes_on = grown or self.led.follows
-        if not goes_on or self.crossing or self._snapshots.stopping or self._snapshots.finishing:
+        follows = to or self.follows
+        if follows is None or self.crossing or self._snapshots.stopping or self._snapshots.finishing:
             return []
-        self.grown = grown
+        self.follows = follows
         self.crossing = self._snapshots.required = True
         return self._snapshots.stop(at_s)
 
-    def _stay(self) -> list[Instruction]:
-        """Gives up a boundary at which batches were to grow: the last minibatch of the run has come first."""
-        self.crossing, self.grown = False, 0
+    def _complete(self, at_s: float) -> list[Instruction]:
+        """Goes on after the last minibatch of this plan. Nothing is left for a boundary that was to come before it."""
+        if not self.crossing or self._successor is not None or self.asked:
+            return self.cross(at_s)
+        self.crossing, self.follows = False, None
         return self._snapshots.give_up()
 
     @property
     def can_begin(self) -> bool:
-        """Whether this phase of the job can begin without the nodes that are missing: some workers, at most."""
+        """Whether the training can begin without the nodes that are missing: some workers, at most."""
         there, shards = len(self._nodes.active_workers), self._nodes.missing_shards
         return not shards and there >= self._needed and there > 0
 
@@ -248,7 +228,7 @@ class Lifecycle(Lead):
         self.asked = True
         if self.gathering:
             return self._stop()
-        if self._snapshots.stopping:  # with the checkpoint at the end of this phase of the job
+        if self._snapshots.stopping:  # with the checkpoint of a boundary
             return []
         return self._snapshots.stop(at_s) + self.after_snapshot()
 
@@ -259,29 +239,21 @@ class Lifecycle(Lead):
         self.criterion = reason
         return self._snapshots.finish(at_s)
 
-    def finish_phase(self, reason: str, at_s: float) -> list[Instruction]:
-        """Ends this phase of the job, or the run with it, before its epochs or steps do: see `finish`."""
-        if not self.led.follows:
+    def finish_plan(self, reason: str, at_s: float) -> list[Instruction]:
+        """Ends this plan early, and the run with it where nothing follows: see `finish`."""
+        if self.follows is None:
             return self.finish(reason, at_s)
         if not self.training or self.crossing:
             return []
         self.criterion = reason
         return self.cross(at_s) + self.after_snapshot()
 
-    def grow(self, accumulate: int, at_s: float) -> list[Instruction]:
-        """Lets this phase of the job go on with more minibatches of a step, if enough of it is left."""
-        ledger = self._progress.ledger
-        if not self.training or self.crossing or not isinstance(ledger, Ledger) or ledger.finished:
-            return []
-        left = ledger.num_planned - ledger.num_receipts
-        return self.cross(at_s, accumulate) if left > GROWS_BEFORE * self._nodes.num_workers else []
-
     def after_snapshot(self) -> list[Instruction]:
         """Stops the run if that is what the latest snapshot was made for."""
         return self._stop() if self._snapshots.stopped and not self.over else []
 
     def _stop(self) -> list[Instruction]:
-        """Ends the run, or this phase of the job, with the newest checkpoint."""
+        """Ends the run, or this plan of it, with the newest checkpoint."""
         self.status = v1.Notice.STOPPED
         self._nodes.absent = self._nodes.missing
         if self.next_boundary:
@@ -336,13 +308,13 @@ class Lifecycle(Lead):
         return f"{lost}: no other shard has a whole backup of {', '.join(bare)}" if bare else ""
 
     def conclude(self, at_s: float) -> list[Instruction]:
-        """Reports data epochs that have become complete, and ends the run, or this phase, if everything is done."""
+        """Reports data epochs that have become complete, and ends the run, or this plan, if everything is done."""
         if self.over:
             return []
         ledger = self._progress.ledger
         out: list[Instruction] = [Emit(epoch) for epoch in self._progress.completed()]
         if ledger.finished:
-            out += self._stay() if self.grown and not (self.led.follows or self.asked) else self.cross(at_s)
+            out += self._complete(at_s)
         if self.crossing or self._nodes.unfinished:
             return out
         early = self._snapshots.ending and not ledger.finished

@@ -1,4 +1,4 @@
-"""`LinkChoice`: measures the links and the computing in one phase of a run, and chooses how the next one exchanges.
+"""`LinkChoice`: measures links and computing in one phase of a job, and chooses how the next one exchanges.
 
 It follows the advice of `Links`: allreduce after each minibatch if workers wait little, else local SGD every H
 minibatches, with or without a codec. In a phase of local SGD nobody sees how long workers would wait for a sum after
@@ -17,6 +17,10 @@ from typing import Any
 
 from gradstream.codec import named
 from gradstream.codec.base import Codec
+from gradstream.coordinator.admission import Admission
+from gradstream.coordinator.lead import Instruction, Lead
+from gradstream.coordinator.lifecycle import Lifecycle
+from gradstream.wire.frames import itemsize_bytes
 
 # ---- links -------------------------------------------------------------------------------
 # `Links`: whether the links of a group are fast enough for its exchange, and if not, how to exchange instead.
@@ -411,3 +415,39 @@ class LinkChoice:
         if not self._unseen:
             return links
         return replace(links, wait_s=max(0.0, links.sum_s - HIDDEN * links.compute_s))
+
+
+# ---- lead --------------------------------------------------------------------------------
+
+
+class ExchangeChoice(Lead):
+    """Chooses, while a plan goes on, how the workers of the next one exchange, and ends it early where that is clear.
+
+    Args:
+        choice: follows the events.
+        life: has where the run goes on, which says what was chosen.
+        admission: has the model whose exchange is chosen.
+    """
+
+    def __init__(self, choice: LinkChoice, life: Lifecycle, admission: Admission) -> None:
+        self._choice = choice
+        self._life = life
+        self._admission = admission
+
+    def durable(self) -> dict[str, object]:
+        """See `Lead`."""
+        return {"links": self._choice}
+
+    def on_event(self, event: Mapping[str, Any], at_s: float) -> list[Instruction]:
+        """Looks at an event of any node."""
+        choice, life, model = self._choice, self._life, self._admission.model
+        if model is None or life.follows is None:
+            return []
+        choice.event(event)
+        if event["event"] not in ("step", "rehearsed"):
+            return []
+        size = (model.elems, itemsize_bytes(model.dtype))
+        reason = choice.ends(*size)
+        if reason or event["rank"] == 0:
+            life.follows = replace(life.follows, chosen=choice.chosen(*size).as_json())
+        return life.finish_plan(reason, at_s) if reason else []

@@ -79,6 +79,7 @@ class Membership:
         self._of_kind = {kind: (lead, who) for lead in self.leads for kind, who in lead.REPORTS.items()}
         self._of_request = {kind: lead for lead in self.leads for kind in lead.REQUESTS.values()}
         self._started = plan.started
+        self._opening = plan.opening
 
     def find(self, kind: type[L]) -> L | None:
         """Returns the lead of this class; None if the run has none."""
@@ -115,11 +116,11 @@ class Membership:
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
-        if request.boundary != self.life.led.number or self.life.next_boundary:
-            text = f"{request.node.name} was built for another phase of the job: ask which one it is now"
+        if request.boundary != self.life.boundary.number or self.life.next_boundary:
+            text = f"{request.node.name} was built for another plan of the run: ask which one it is now"
             return [Refuse(v1.STALE_EPOCH, text)]
         if self.life.crossing and self.life.training:
-            return []  # it joins the next phase
+            return []  # it joins after the boundary
         node = request.node
         closed = self.nodes.expelled.get(node.name, "")
         if self.life.over or not self.nodes.awaits(node.name):
@@ -207,12 +208,12 @@ class Membership:
     def overdue(self, at_s: float) -> list[Instruction]:
         """Aborts a run in which nodes are missing when the deadline for joining has passed.
 
-        A phase of the job that follows another begins without workers that were lost at the boundary, if it can.
+        After a boundary the training begins without workers that were lost there, if it can.
         """
         if not self.life.gathering:
             return []
         missing, there, join_s = self.nodes.missing, self.nodes.names, self.deadlines.join_s
-        if self.life.led.continues and self.life.can_begin:
+        if self.life.boundary.resume and self.life.can_begin:
             return self._begin_without(missing, at_s)
         text = (
             f"did not join within {join_s:g} s: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}). "
@@ -227,17 +228,17 @@ class Membership:
         self.progress.begin(at_s)
         self.nodes.begin()
         started, resumed = self.admission.with_model(self._started), self.progress.resumed()
-        led, events = self.life.led, list[Event]()
-        if not led.continues:
+        events = list[Event]()
+        if not self.life.boundary.resume:
             events = [started] if resumed is None else [started, resumed]
-        if led.announced is not None:
+        if self._opening is not None:
             samples = self.progress.num_samples if resumed is not None else 0
-            events.append(replace(led.announced, optimizer=started.optimizer, samples=samples))
+            events.append(replace(self._opening, optimizer=started.optimizer, samples=samples))
         return list(map(Emit, events))
 
     def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:
-        """Begins the training without workers that were lost in the phase before, or may come later."""
-        out, reason = self._begin(at_s), "it did not come back for this phase of the job"
+        """Begins the training without workers that were lost before the boundary, or may come later."""
+        out, reason = self._begin(at_s), "it did not come back after the boundary"
         for who in missing:
             for lead in self.leads:
                 out += lead.on_absent(int(who.rpartition("-")[2]))
@@ -362,7 +363,7 @@ class Membership:
         return [one for lead in self.leads for one in lead.on_event(event, at_s)]
 
     def _conclude(self, at_s: float) -> list[Instruction]:
-        """Ends the run, or this phase of its job, if everything is done."""
+        """Ends the run, or this plan of it, if everything is done."""
         out: list[Instruction] = []
         if self.progress.ledger.finished and not self.life.over:
             for lead in self.leads:

@@ -359,7 +359,7 @@ class PresenceService:
             newest, heard = self._newest(), v1.Notice(heard=self.heard.get(stream.peer, 0))
             notice, heard.unchanged = newest.notice, newest is before
             before = newest
-            if notice.status != v1.Notice.GATHERING or self._membership.life.led.continues:
+            if notice.status != v1.Notice.GATHERING or self._membership.life.boundary.resume:
                 heard.ruling = self._context.keeper.ruling
             # Two serialized messages, one after the other, are one message with the fields of both.
             data = (b"" if heard.unchanged else newest.data) + heard.SerializeToString()

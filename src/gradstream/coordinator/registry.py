@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.assignment import AssignmentReplies, BatchAssignment
-from gradstream.coordinator.early_ends import EarlyEnds, EndCriteria
+from gradstream.coordinator.early_ends import EarlyEnds
+from gradstream.coordinator.growing_batches import GrowingBatches, VarianceTest
 from gradstream.coordinator.lead import Lead
-from gradstream.coordinator.lifecycle import WHOLE, LedPhase, Lifecycle, LossTolerance
+from gradstream.coordinator.lifecycle import Boundary, Lifecycle, LossTolerance
+from gradstream.coordinator.link_choice import ExchangeChoice, LinkChoice
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.own_loops import OwnLoops
@@ -26,10 +28,11 @@ from gradstream.coordinator.resharding import Resharding
 from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import SkippedParts, StandIns
+from gradstream.coordinator.stopping import Until
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.telemetry.events import StartedEvent
+from gradstream.telemetry.events import PhaseEvent, StartedEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,14 @@ class CoordinatorPlan:
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
         resume: the checkpoint from which a resumed run continues; None for a new run.
         parts: number of processes of each worker's replica; if one is lost, all of them are replaced.
-        led: which part of the run this is, if its job has phases.
-        ends: what may end the run, or its phase, early.
+        until: what may end the run early.
+        until_here: what may end this plan of it early.
+        boundary: the one after which this plan begins.
+        present: what the checkpoints of this plan name it.
+        successor: what the last of them says of where the run goes on; None: the run ends with this plan.
+        opening: reported when its training begins; None in a run that has but one plan.
+        variance_test: makes the batches of this plan grow; None if nothing does.
+        link_choice: chooses how the next plan exchanges; None if the job says that.
     """
 
     started: StartedEvent
@@ -63,16 +72,22 @@ class CoordinatorPlan:
     deadlines: Deadlines = field(default_factory=Deadlines)
     resume: Resume | None = None
     parts: int = 1
-    led: LedPhase = WHOLE
-    ends: EndCriteria = field(default_factory=EndCriteria)
+    until: Until | None = None
+    until_here: Until | None = None
+    boundary: Boundary = field(default_factory=Boundary)
+    present: JobPhase = field(default_factory=JobPhase)
+    successor: JobPhase | None = None
+    opening: PhaseEvent | None = None
+    variance_test: VarianceTest | None = None
+    link_choice: LinkChoice | None = None
 
 
 def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
     """Makes the leads of a run."""
-    started, losses, ledger = plan.started, plan.losses, plan.ledger
+    started, losses, ledger, test = plan.started, plan.losses, plan.ledger, plan.variance_test
     planned = isinstance(ledger, Ledger)
     alike = losses.regroups and losses.stands_in
-    nodes = Nodes(started.workers, started.servers, plan.parts, plan.led.before, alike=alike)
+    nodes = Nodes(started.workers, started.servers, plan.parts, plan.boundary.before, alike=alike)
     admission = Admission(nodes, plan.resume)
     progress = SampleProgress(ledger, started.num_samples, plan.resume, in_rounds=started.in_rounds)
     orphans = OrphanedPushes(progress, nodes, redoes=losses.redoes and planned)
@@ -84,7 +99,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         deadlines=plan.deadlines,
         by_decisions=losses.quorum is not None,
     )
-    life = Lifecycle(started, nodes, progress, snapshots, losses, plan.led)
+    life = Lifecycle(started, nodes, progress, snapshots, losses, plan.boundary, plan.successor)
     participation = ParticipationSchedule(progress, started.workers) if plan.drives else None
     leads: list[Lead | None] = [
         # New shards first: if every snapshot were due at once, the shards would never change.
@@ -119,6 +134,8 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         snapshots,
         AssignmentReplies(plan.assignment, ledger, participation, nodes, life, snapshots),
         Shares(plan.balance, ledger, nodes),
-        EarlyEnds(plan.ends, life, progress, admission, snapshots),
+        None if plan.link_choice is None else ExchangeChoice(plan.link_choice, life, admission),
+        None if test is None else GrowingBatches(test, plan.present, life, progress, nodes),
+        EarlyEnds(plan.until, plan.until_here, life, progress, snapshots),
     ]
     return [lead for lead in leads if lead is not None]

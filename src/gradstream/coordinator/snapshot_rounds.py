@@ -84,7 +84,7 @@ WRITE_S = 1800.0
 """How long the nodes may take to write a snapshot, after the workers have resumed."""
 
 ATTEMPTS = 5
-"""Number of attempts at a snapshot that the run needs: that at the end of a phase which another one follows."""
+"""How often a snapshot is tried that the run needs: that of a boundary, from which it goes on."""
 
 ERROR_BYTES = 1024
 """Most bytes to keep of a node's error message."""

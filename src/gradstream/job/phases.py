@@ -42,8 +42,8 @@ class Phase:
         strategy, strategy_options, optimizer, codec, workers, servers, batch_size, accumulate, shares, assignment: see
             `Job`.
         variance_test: θ in (0, 1): a step gets more minibatches when its gradients vary too much: see
-            `coordinator.variance_test`. It needs `accumulate` of 2 or more. Each minibatch keeps its size, so a worker
-            needs no more memory.
+            `coordinator.growing_batches`. It needs `accumulate` of 2 or more. Each minibatch keeps its size, so a
+            worker needs no more memory.
         noise_multiple: c > 0 in the place of it: a step gets c times as many samples as the gradient noise scale, once
             that is larger. It is the same test, with θ = 1/√c.
         largest: with one of the two, the most minibatches of a step.

@@ -12,7 +12,7 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.codec.named import of_parameters
-from gradstream.coordinator.early_ends import VarianceTest
+from gradstream.coordinator.growing_batches import VarianceTest
 from gradstream.coordinator.link_choice import LinkChoice
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.stopping import Until

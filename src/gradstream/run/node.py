@@ -25,7 +25,7 @@ import torch
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, RunStoppedError
-from gradstream.coordinator.client.member import PhaseOverError
+from gradstream.coordinator.client.member import BoundaryError
 from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.coordinator.nodes import COORDINATOR
@@ -40,7 +40,7 @@ from gradstream.run.local.environment import SWITCH_INTERVAL_S, stop_signal
 from gradstream.run.local.forkserver import show_warnings
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import build_replica
-from gradstream.run.phases import PhaseLeader, run_phases
+from gradstream.run.plans import RunLeader, run_plans
 from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
@@ -257,7 +257,7 @@ async def _run(
                 return partial(_until_sigterm, worker.run, worker.drain)
             return worker.run
 
-        await run_phases(plan, runtime, endpoint, build, zero_ns=arguments.clock)
+        await run_plans(plan, runtime, endpoint, build, zero_ns=arguments.clock)
         return OK
     finally:
         lateness.cancel()
@@ -275,11 +275,11 @@ def _on_sigterm(stop: Callable[[], None]) -> None:
 
 
 async def _until_sigterm(run: Callable[[], Awaitable[None]], drain: Callable[[], None]) -> None:
-    """Runs a worker through a phase; it drains at SIGTERM. Between phases it has nothing to hand in, and dies."""
+    """Runs a worker through a plan; it drains at SIGTERM. At a boundary it has nothing to hand in, and dies."""
     _on_sigterm(drain)
     try:
         await run()
-    except PhaseOverError:
+    except BoundaryError:
         asyncio.get_running_loop().remove_signal_handler(stop_signal())
         raise
 
@@ -346,7 +346,7 @@ async def _coordinate(
     def begins(coordinator: Coordinator) -> None:
         coordinator.on_begin = lambda zero_ns: say(zero_ns=zero_ns)
 
-    leader = PhaseLeader(plan, runtime, endpoint, keeper, spread=spread, on_coordinator=begins)
+    leader = RunLeader(plan, runtime, endpoint, keeper, spread=spread, on_coordinator=begins)
     coordinator = leader.coordinator
     coordinator.membership.nodes.gone |= frozenset(without)
     if coordinator.clock.zero_ns is not None:  # set by the process that it continues

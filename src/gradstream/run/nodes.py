@@ -24,14 +24,12 @@ from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
-from gradstream.coordinator.early_ends import EndCriteria
-from gradstream.coordinator.lifecycle import LedPhase, PhasePlace
+from gradstream.coordinator.lifecycle import Boundary
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.relay import RunClock
 from gradstream.coordinator.shares import ShareBalance
-from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.base import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -73,7 +71,7 @@ def build_coordinator(
     keeper: Keeper,
     *,
     spread: bool = False,
-    place: PhasePlace | None = None,
+    boundary: Boundary | None = None,
 ) -> Coordinator:
     """Builds the coordinator of a run.
 
@@ -81,7 +79,7 @@ def build_coordinator(
         runtime, endpoint: of this node.
         keeper: gets every event of the run, as JSON lines.
         spread: whether nodes may be on several machines.
-        place: the place of this phase of the job among the others; None if the job has none.
+        boundary: the one after which the plan begins; None in a process that begins with it.
     """
     served, ledger = plan.served, plan.ledger()
     if plan.resume is not None and plan.whole is None and not plan.restores_state:
@@ -90,7 +88,8 @@ def build_coordinator(
             f"run goes on with {plan.rule_name}"
         )
     started = _started(plan, ledger)
-    membership = _membership(plan, ledger, started, spread=spread, place=place)
+    boundary = boundary or Boundary(plan.phase.boundary)
+    membership = _membership(plan, ledger, started, boundary, spread=spread)
     return Coordinator(
         runtime,
         endpoint,
@@ -98,7 +97,6 @@ def build_coordinator(
         keeper=keeper,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
         drive=served.drive if served is not None and served.drives() else None,
-        place=place,
     )
 
 
@@ -127,15 +125,12 @@ def _membership(
     plan: RunPlan,
     ledger: Ledger | OpenLedger,
     started: StartedEvent,
+    boundary: Boundary,
     *,
     spread: bool = False,
-    place: PhasePlace | None = None,
 ) -> Membership:
     deadlines = plan.job.deadlines
     balance = assignment = None
-    run, phase = (
-        None if until is None else StoppingCriterion(until) for until in (plan.job.until, plan.phase_until)
-    )
     if isinstance(ledger, Ledger):
         if started.in_rounds and plan.balanced:
             balance = ShareBalance(ledger.plan)
@@ -156,14 +151,14 @@ def _membership(
             deadlines=deadlines,
             resume=plan.resume,
             parts=plan.parts,
-            led=LedPhase(
-                number=plan.phase.boundary,
-                follows=plan.follows,
-                before=None if place is None else place.before,
-                announced=None if plan.whole is None else _announced(plan, plan.whole, started),
-                continues=place is not None and bool(place.resume),
-            ),
-            ends=EndCriteria(run, phase, plan.variance_test, plan.link_choice),
+            until=plan.job.until,
+            until_here=plan.phase_until,
+            boundary=boundary,
+            present=plan.phase,
+            successor=replace(plan.phase, over=True) if plan.follows else None,
+            opening=None if plan.whole is None else _announced(plan, plan.whole, started),
+            variance_test=plan.variance_test,
+            link_choice=plan.link_choice,
         )
     )
 

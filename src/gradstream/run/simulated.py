@@ -21,7 +21,7 @@ from gradstream.coordinator.relay import RunClock
 from gradstream.job.plan import RunPlan
 from gradstream.model.base import Model
 from gradstream.run.nodes import build_replica
-from gradstream.run.phases import PhaseLeader, run_phases
+from gradstream.run.plans import RunLeader, run_plans
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
@@ -211,7 +211,7 @@ class SimulatedCluster:
             keeper = StateKeeper(
                 runtime, self.store, self._write, lambda: b"".join(self._written), lambda text, stored: None
             )
-        leader = PhaseLeader(self.plan, runtime, endpoint, keeper, on_coordinator=self._note_coordinator)
+        leader = RunLeader(self.plan, runtime, endpoint, keeper, on_coordinator=self._note_coordinator)
         self._stop = leader.stop
         outcome = await leader.run()
         await leader.coordinator.close()
@@ -236,7 +236,7 @@ class SimulatedCluster:
         def build(plan: RunPlan, clock: RunClock) -> Callable[[], Awaitable[None]]:
             return build_shard(plan, runtime, endpoint, rank, model, clock=clock).run
 
-        await run_phases(self.plan, runtime, endpoint, build, zero_ns=self._zero_ns)
+        await run_plans(self.plan, runtime, endpoint, build, zero_ns=self._zero_ns)
 
     async def _replica(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
@@ -249,7 +249,7 @@ class SimulatedCluster:
             )
             return worker.run
 
-        await run_phases(self.plan, runtime, endpoint, build, zero_ns=self._zero_ns)
+        await run_plans(self.plan, runtime, endpoint, build, zero_ns=self._zero_ns)
 
 
 Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]

@@ -118,7 +118,7 @@ _LAUNCHER, _MACHINE = frozenset({"launcher"}), frozenset({"machine"})
 METHODS: Mapping[str, Method] = {
     # Membership. A request to join describes the model, tensor by tensor.
     "join": Method(served_by=_COORDINATOR, callers=_MEMBER, members=False, request_bytes=MAX_HEADER_BYTES),
-    "phase": Method(served_by=_COORDINATOR, callers=_MEMBER, members=False),
+    "plan": Method(served_by=_COORDINATOR, callers=_MEMBER, members=False),
     "alive": Method(served_by=_COORDINATOR | _COMPUTES, callers=_MEMBER),  # parts of a replica ask each other
     "resume": Method(served_by=_COORDINATOR, callers=_MEMBER),
     "assign": Method(served_by=_COORDINATOR, callers=_WORKER),

@@ -716,27 +716,27 @@ class Join(_message.Message):
     boundary: int
     def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fixed: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., boundary: _Optional[int] = ...) -> None: ...
 
-class AskPhase(_message.Message):
+class AskPlan(_message.Message):
     __slots__ = ("least",)
     LEAST_FIELD_NUMBER: _ClassVar[int]
     least: int
     def __init__(self, least: _Optional[int] = ...) -> None: ...
 
-class PresentPhase(_message.Message):
-    __slots__ = ("number", "resume", "end", "reason", "culprit", "error")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+class PresentPlan(_message.Message):
+    __slots__ = ("boundary", "resume", "end", "reason", "culprit", "error")
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    number: int
+    boundary: int
     resume: str
     end: Notice.Status
     reason: str
     culprit: str
     error: str
-    def __init__(self, number: _Optional[int] = ..., resume: _Optional[str] = ..., end: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, boundary: _Optional[int] = ..., resume: _Optional[str] = ..., end: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "dtype", "same_as")

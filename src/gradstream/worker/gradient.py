@@ -153,7 +153,7 @@ class Differentiator:
         seed: seed of the run.
         now: clock, in nanoseconds.
         clip: bounds of each gradient; None for none.
-        measures: whether the gradients of parts are measured: see `coordinator.variance_test`.
+        measures: whether the gradients of parts are measured: see `coordinator.growing_batches`.
     """
 
     elsewhere = False

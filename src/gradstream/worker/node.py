@@ -11,7 +11,7 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.own_state import EXTRA_FILE
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.collectives.pairwise import PairwiseExchange
-from gradstream.coordinator.client.member import Member, PhaseOverError, names_of
+from gradstream.coordinator.client.member import BoundaryError, Member, names_of
 from gradstream.coordinator.client.presence import EvictedError
 from gradstream.coordinator.client.requests import Assigned
 from gradstream.coordinator.nodes import COORDINATOR
@@ -231,7 +231,7 @@ class WorkerNode:
             RunAbortedError: another node ended the run.
             PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator was lost.
             DrainedError: see `drain`.
-            PhaseOverError: the run continues with the next phase of the job.
+            BoundaryError: the run continues with the next plan.
             EvictedError: the coordinator has counted this worker as lost.
         """
         config = self._config
@@ -242,7 +242,7 @@ class WorkerNode:
                 self._pairwise.serve()
             await self._member.join(spec, *tensor_specs_of(config.model))
             await self._runtime.gather(self._train(), self._member.over())
-        except PhaseOverError as over:
+        except BoundaryError as over:
             self._carried.forget()
             if self._exchange is not None:
                 self._report(self._exchange)
@@ -348,7 +348,7 @@ class WorkerNode:
     async def _conclude(self, exchange: Exchange) -> None:
         """Reports that this worker has finished. The worker of the lowest rank first saves the parameters.
 
-        If that worker dies, even now, the next one saves them. If another phase of the job follows, nobody does.
+        If that worker dies, even now, the next one saves them. If another plan follows, nobody does.
         """
         if self._config.plan.follows:
             await self._member.heard(lambda: self._batch_gate.ending or self._is_over())

@@ -53,15 +53,15 @@ class RunStoppedError(GradstreamError):
     """The run was stopped on request; it can be resumed."""
 
 
-class PhaseOverError(RunStoppedError):
-    """A phase of the job is over, and the run goes on with the next one.
+class BoundaryError(RunStoppedError):
+    """The run has come to a boundary: its nodes go on with the next plan.
 
     Args:
-        next_boundary: number of the run's phase boundaries before that phase, including this one.
+        next_boundary: number of this boundary.
     """
 
     def __init__(self, next_boundary: int) -> None:
-        super().__init__(f"a phase of the job is over; boundary {next_boundary} of the run")
+        super().__init__(f"the run has come to boundary {next_boundary}, and goes on with the next plan")
         self.next_boundary = next_boundary
 
 
@@ -79,7 +79,7 @@ class Member(Reporter):
         software: version of gradstream.
         deadlines: bound the silence of either side.
         clock: time of the node's events; None for a clock that starts with the training.
-        boundary: number of the run's phase boundaries before the node joins.
+        boundary: number of the run's boundary before the plan that the node joins.
 
     Attributes:
         notice: the coordinator's latest notice.
@@ -340,7 +340,7 @@ class Member(Reporter):
         if notice.status == v1.Notice.ABORTED:
             self._error = RunAbortedError(notice.culprit, notice.error, notice.reason)
         elif notice.status == v1.Notice.STOPPED and notice.next_boundary:
-            self._error = PhaseOverError(notice.next_boundary)
+            self._error = BoundaryError(notice.next_boundary)
         elif notice.status == v1.Notice.STOPPED:
             self._error = RunStoppedError("the run was stopped; it can be resumed")
         elif notice.status == v1.Notice.TRAINING and all(node.name != self.node.name for node in notice.nodes):

@@ -63,7 +63,7 @@ class Keeper(Protocol):
     def begin(self, state: KeptState, on_superseded: Callable[[], None]) -> None:
         """Restores the stored state, if there is any, and keeps it from now on.
 
-        The next phase of a job begins again, with another state in place of this one.
+        The next plan of a run begins again, with another state in place of this one.
 
         Raises:
             StateError: the stored state does not belong to this run.

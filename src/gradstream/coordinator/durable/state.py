@@ -20,7 +20,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from gradstream.checkpoint.draft import VectorPlace
-from gradstream.checkpoint.manifest import Evaluated
+from gradstream.checkpoint.manifest import Evaluated, JobPhase
 from gradstream.coordinator.orphaned_pushes import LostPush, Orphans, Redo
 from gradstream.coordinator.participation import Interval
 from gradstream.coordinator.snapshot import Snapshot
@@ -53,6 +53,7 @@ _RECORDS: Mapping[str, type] = {
         EpochCounts,
         Evaluated,
         Interval,
+        JobPhase,
         LoopEpochs,
         LoopSequence,
         LostPush,
@@ -169,10 +170,6 @@ class KeptState:
 
     def __init__(self, parts: Mapping[str, object]) -> None:
         self._parts = dict(parts)
-
-    def add(self, name: str, part: object) -> None:
-        """Adds a machine."""
-        self._parts[name] = part
 
     def rows(self) -> dict[str, str]:
         """The whole state: JSON by part and attribute."""
