@@ -143,7 +143,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
         member.receipt(refs(rank, batch))
     complete = False
     while not complete:
-        batches, complete, _ = await member.requests.assign(True, 0, WorkerSpeed())
+        batches, complete = await member.requests.assign(True, 0, WorkerSpeed())
         member.receipt(batches)
     member.finished()
     assert (await member.over()).status == v1.Notice.FINISHED

@@ -24,14 +24,14 @@ from gradstream.wire import v1
 WITH_ALL = LossTolerance(survives_worker_loss=True, quorum=1, redoes=True, stands_in=True, skips_lost=True)
 
 
-def plan(losses: LossTolerance = WITH_ALL, *, drives: bool = True) -> CoordinatorPlan:
+def plan(
+    losses: LossTolerance = WITH_ALL,
+) -> CoordinatorPlan:
     started = StartedEvent(
         job="j", workers=2, servers=1, strategy="synchronous", optimizer="sgd", num_parameters=0,
         num_samples=32, total_steps=8, in_rounds=True,
     )  # fmt: skip
-    return CoordinatorPlan(
-        started=started, ledger=Ledger(RoundPlan(32, 4, 2), epochs=2), losses=losses, drives=drives
-    )
+    return CoordinatorPlan(started=started, ledger=Ledger(RoundPlan(32, 4, 2), epochs=2), losses=losses)
 
 
 def test_each_kind_of_report_in_the_schema_has_one_lead() -> None:
@@ -40,10 +40,10 @@ def test_each_kind_of_report_in_the_schema_has_one_lead() -> None:
 
 
 def test_a_report_of_a_feature_that_the_run_does_not_have_is_refused() -> None:
-    membership = Membership(plan(LossTolerance(survives_worker_loss=True), drives=False))
+    membership = Membership(plan(LossTolerance(survives_worker_loss=True)))
     membership.nodes.add(v1.Node(name="worker-0", role="worker"))
     with pytest.raises(RefusedError, match="nobody takes in this run"):
-        membership.check("worker-0", v1.Beat(reports=[v1.BeatReport(quiesced=1)]))
+        membership.check("worker-0", v1.Beat(reports=[v1.BeatReport(decision=v1.Decision())]))
 
 
 class Hears(Lead):
@@ -71,7 +71,7 @@ def test_leads_behind_the_end_of_a_run_hear_no_more(
 ) -> None:
     own, made = Hears(), registry.leads_of
     monkeypatch.setattr("gradstream.coordinator.membership.leads_of", lambda plan: [*made(plan), own])
-    membership = Membership(plan(LossTolerance(survives_worker_loss=survives), drives=False))
+    membership = Membership(plan(LossTolerance(survives_worker_loss=survives)))
     spec = v1.ModelSpec(fingerprint=1, elems=64, dtype=v1.FLOAT32, chunk_elems=64)
     for name in ("shard-0", "worker-0", "worker-1"):
         role, _, rank = name.partition("-")
@@ -87,7 +87,7 @@ def test_leads_behind_the_end_of_a_run_hear_no_more(
 
 
 def test_leads_are_found_by_their_class() -> None:
-    membership = Membership(plan(drives=False))
+    membership = Membership(plan())
     assert membership.lead(Nodes) is membership.nodes and membership.lead(Lifecycle) is membership.life
     assert membership.find(Hears) is None
 

@@ -77,7 +77,7 @@ BEATS = {
     "a shard that finishes": ("shard-0", v1.Beat(finished=True, relies=True)),
     "a shard that leaves": ("shard-0", v1.Beat(leaves=True)),
     "a report of nothing": ("worker-0", says()),
-    "a report that the run has no use for": ("worker-0", says(quiesced=1)),
+    "a report that the run has no use for": ("worker-0", says(handed=v1.HandOver())),
     "a group of a shard": ("shard-0", says(broken=1)),
     "a backup of a worker": ("worker-0", says(backed_up=1)),
     "new chunks of a worker": ("worker-0", says(resharded=v1.Resharded(first=1))),

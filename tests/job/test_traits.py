@@ -25,7 +25,6 @@ from gradstream.job.traits import traits_of, traits_of_job, traits_of_strategy
 from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.session.node import job as session_job
-from gradstream.strategies.api import Participation
 from gradstream.testing.runs import QUICK, kill_at
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.traits import Rule, conflicts, obstacle, refuse, rules
@@ -66,14 +65,6 @@ class Mortal(gs.Downpour):
     survives_worker_loss: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
-class DrivenRounds(gs.Synchronous):
-    """A strategy that pauses workers of its rounds, which cannot be."""
-
-    async def drive(self, run: Participation) -> None:
-        await run.set_active_workers(1)
-
-
 MANY = gs.from_arrays(np.tile(X, (11, 1)), np.tile(Y, 11))
 """Enough for the phase by which "auto" measures."""
 MODEL = gs.from_torch(net, nn.functional.cross_entropy)
@@ -88,13 +79,12 @@ VARIANTS: Mapping[str, gs.Strategy] = {
     "factors": gs.AllReduce(factors=True),
     "torch": gs.AllReduce(exchange="torch"),
     "significance": gs.Downpour(significance=0.1),
-    "waves": gs.Downpour(warm_start=3, waves=2),
+    "warm start": gs.Downpour(warm_start=3),
     "local momentum": gs.Downpour(local_momentum=0.5),
     "delayed": gs.LocalSGD(every=2, delay=1),
     "fragments": gs.StreamingDiLoCo(every=2, fragments=2),
     "elastic, synchronous": gs.ElasticAveraging(synchronous=True),
     "mortal": Mortal(),
-    "driven rounds": DrivenRounds(),
     "averaged state": gs.ParameterAveraging(every=2, state="averaged"),
 }
 STRATEGIES: Mapping[str, dict[str, Any]] = {

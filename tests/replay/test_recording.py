@@ -18,13 +18,13 @@ from gradstream.recording import (
     Closed,
     Decided,
     FetchAsked,
-    IntervalBegun,
     Log,
     LogPart,
     Pushed,
     Read,
     SnapshotReached,
     Summed,
+    TrainsAlone,
     read_log,
 )
 from gradstream.recording.entries import Entry, decode, encode
@@ -45,10 +45,10 @@ ENTRIES: list[Entry] = [
     Changed("enter", (2,), 17, 20, ((0, 4), (2, 5))),
     Decided(300, (0, 2), ((1, 5), (3, 400))),
     Summed(7, 65, 0xFFFFFFFF),
-    BatchesAssigned((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, interval=3),
+    BatchesAssigned((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False),
     BatchesAssigned((), complete=True),
     SnapshotReached(129, ends=True),
-    IntervalBegun(12, 3, "together"),
+    TrainsAlone(12, alone=True),
     Closed(),
 ]
 

@@ -26,7 +26,6 @@ def of_tau(staleness: int) -> float:
         (gs.StreamingDiLoCo, "fragments", 1),
         (gs.Downpour, "push_every", 1),
         (gs.Downpour, "fetch_every", 1),
-        (gs.Downpour, "waves", 1),
         (gs.strategies.EAMSGD, "every", 1),
         (gs.ElasticAveraging, "every", 1),
         (gs.ParameterAveraging, "every", 1),
@@ -57,7 +56,6 @@ def test_local_rates_are_rates(made: Any, rate: Any) -> None:
         (lambda: gs.Softsync(power="1"), r"power='1'\): expected a finite number"),  # type: ignore[arg-type]
         (lambda: gs.SSP(bound=0, local_lr=0.1), "leave local_lr out"),
         (lambda: gs.Downpour(local_lr=0.1), "take a longer fetch_every, or leave local_lr out"),
-        (lambda: gs.Downpour(wave_every=100), "waves=2 or more, or leave wave_every out"),
         (lambda: gs.Downpour(significance_of="absolute"), "everything is significant"),
         (lambda: gs.Downpour(significance=0.1, local_momentum=0.5), "use one of the two"),
         (lambda: gs.strategies.DCASGD(adaptive=False, decay=0.9), "leave decay and eps out"),

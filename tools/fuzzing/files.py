@@ -104,10 +104,10 @@ _ENTRIES = b"".join(
         entries.FetchAsked(1, 0, 2, 3),
         entries.Read(1, 0, 2, 0, 3, 7),
         entries.Summed(1, 2, 1 << 31),
-        entries.BatchesAssigned((BatchRef(0, 1, 2),), True, 3),
+        entries.BatchesAssigned((BatchRef(0, 1, 2),), True),
         entries.SnapshotReached(4, False),
         entries.Changed("keep", (0, 1), 3, 4, ((0, 1), (2, 3))),
-        entries.IntervalBegun(1, 2, "warm"),
+        entries.TrainsAlone(1, alone=True),
         entries.Decided(5, (0, 2), ((0, 1),)),
         entries.Closed(),
     )

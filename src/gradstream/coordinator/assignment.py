@@ -46,9 +46,9 @@ import numpy.typing as npt
 from gradstream.coordinator.lead import Emit, Instruction, Lead, Refuse, impossible
 from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.progress import MAX_COUNT, receipt_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.warm_start import WarmStart
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import QueuePlan
 from gradstream.data.leases import Copy, Unassigned
@@ -314,7 +314,7 @@ class AssignmentReplies(Lead):
     Args:
         assignment: hands them out; None if workers go through rounds, or bring their own data.
         ledger: the minibatches of the run.
-        participation: which workers take part; None if all do.
+        warm_start: lets one worker train alone; None if all train from the beginning.
         nodes: the members.
         life: no answer waits in a run that is over.
         snapshots: a run that ends early hands out nothing more.
@@ -332,21 +332,20 @@ class AssignmentReplies(Lead):
         self,
         assignment: BatchAssignment | None,
         ledger: Ledger | OpenLedger,
-        participation: ParticipationSchedule | None,
+        warm_start: WarmStart | None,
         nodes: Nodes,
         life: Lifecycle,
         snapshots: SnapshotRounds,
     ) -> None:
         self._assignment = assignment
         self._ledger = ledger
-        self._participation = participation
+        self._warm_start = warm_start
         self._nodes = nodes
         self._life = life
         self._snapshots = snapshots
         self._asked: dict[str, int] = {}  # by worker, the number of its newest request
         self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # its newest answered request, and the answer
-        # see `_active`
-        self._present: tuple[list[v1.Node], frozenset[str], list[int]] = ([], frozenset(), [])
+        self._present: tuple[list[v1.Node], str, list[int]] = ([], "", [])  # see `_active`
 
     def durable(self) -> dict[str, object]:
         """See `Lead`."""
@@ -390,24 +389,18 @@ class AssignmentReplies(Lead):
     ) -> v1.Assigned | None:
         if self._snapshots.ending:
             return v1.Assigned(complete=True)
-        interval = v1.Interval()
-        if self._participation is not None:
-            interval = self._participation.interval_of(node.name)
-        active = self._active
-        refs = () if interval.paused else assignment.block(node.rank, active, request.in_hand, at_s)
+        active, lets = self._active, self._warm_start is None or self._warm_start.lets(node)
+        refs = assignment.block(node.rank, active, request.in_hand, at_s) if lets else ()
         complete = not refs and (self._ledger.finished or self._life.over)
         if request.wait and not refs and not complete:
             return None
         receipts = [receipt_of(ref) for ref in refs]
-        return v1.Assigned(batches=receipts, complete=complete, interval=interval.number)
+        return v1.Assigned(batches=receipts, complete=complete)
 
     @property
     def _active(self) -> list[int]:
-        """Ranks of the members that are not paused: the same list object while they stay the same."""
-        workers, paused = self._nodes.workers, frozenset[str]()
-        if self._participation is not None:
-            paused = frozenset(self._participation.paused)
-        if self._present[0] is not workers or self._present[1] != paused:
-            ranks = [node.rank for node in workers if node.name not in paused]
-            self._present = workers, paused, ranks
+        """Ranks of the workers that are in and take part: the same list as long as they are the same."""
+        workers, alone = self._nodes.workers, self._warm_start.alone if self._warm_start is not None else ""
+        if self._present[0] is not workers or self._present[1] != alone:
+            self._present = workers, alone, [node.rank for node in workers if alone in ("", node.name)]
         return self._present[2]

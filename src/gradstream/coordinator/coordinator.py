@@ -7,7 +7,7 @@ reading them: see `relay`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,6 @@ from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation_driver import ParticipationDriver
 from gradstream.coordinator.presence_service import Admitted, PresenceService
 from gradstream.coordinator.relay import Age, RunClock
 from gradstream.coordinator.resharding import Resharding
@@ -117,7 +116,6 @@ class Coordinator:
         membership: the state machine to carry out.
         keeper: takes the events of all nodes and of the coordinator, and keeps the state.
         checkpoints: how checkpoints are made; None makes none.
-        drive: the strategy's schedule of participation; None if all workers take part.
 
     Attributes:
             clock: time of the events.
@@ -133,7 +131,6 @@ class Coordinator:
         *,
         keeper: Keeper,
         checkpoints: CheckpointOptions | None = None,
-        drive: Callable[[ParticipationDriver], Awaitable[None]] | None = None,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
@@ -153,9 +150,6 @@ class Coordinator:
         context = CoordinatorContext(
             runtime, endpoint, membership, carry_out=self._carry_out, age_s=self._age_s, keeper=keeper
         )
-        self._driver: ParticipationDriver | None = None
-        if drive is not None:
-            self._driver = ParticipationDriver(context, drive, self.clock)
         self._writer: CheckpointWriter | None = None
         if checkpoints is not None:
             self._writer = CheckpointWriter(context, checkpoints)
@@ -165,7 +159,7 @@ class Coordinator:
             self.emit,
             on_events=self._take_events,
             on_beat=self._after_beat,
-            on_lost=self._after_loss,
+            on_lost=self._ended.ring,
         )
         self._requests = RequestService(context)
         own = {"clock": self.clock, "age": self._age_s, "heard": self._presences, "boundary": boundary}
@@ -205,8 +199,6 @@ class Coordinator:
                 await self._ended.rung(runtime, deadlines.join_s)
         finally:
             deadline.cancel()
-            if self._driver is not None:
-                self._driver.stop()
         if self._keeper.superseded is not None:
             raise self._keeper.superseded
         while self._presences.any_left and await self._ended.rung(runtime, deadlines.lease_s):
@@ -275,16 +267,9 @@ class Coordinator:
                 self._carry_out(out)
 
     def _after_beat(self) -> None:
-        if self._driver is not None:
-            self._driver.look()
         if self.membership.progress.num_news > self._num_news:
             self._num_news = self.membership.progress.num_news
             self._requests.wake()
-
-    def _after_loss(self) -> None:
-        if self._driver is not None:
-            self._driver.look()
-        self._ended.ring()
 
     # ---- instructions -------------------------------------------------------------------
 
@@ -322,5 +307,3 @@ class Coordinator:
                     max(0.0, time_s - self.clock.time_s()),
                     lambda ask=ask: self._carry_out(ask(self._age_s())),  # type: ignore[misc]
                 )
-        if self._driver is not None:
-            self._driver.start()

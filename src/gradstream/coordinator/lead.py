@@ -3,7 +3,8 @@
 The coordinator is an ordered list of leads, made in `registry`. `Membership` calls their hooks one after the other, in
 that order, and knows no feature by name:
 
-    a node joins, is lost, is missing     on_join, on_lost, on_absent
+    the training begins                   on_begin, on_absent
+    a node joins, or is lost              on_join, on_lost
     a member reports something            check, on_report, on_beat
     a worker asks for something           on_request, answer
     a member's event                      on_event
@@ -65,7 +66,7 @@ OF_PARTS = (ANY, REPLICAS)
 """The group of senders to which a role belongs; other roles are those of parts."""
 
 
-ONCE = frozenset({"backed_up", "broken", "quiesced", "resharded", "sound"})
+ONCE = frozenset({"backed_up", "broken", "resharded", "sound"})
 """Kinds of reports of which a beat has at most one, the newest."""
 
 MOST_REPORTS = 1 << 16
@@ -130,6 +131,10 @@ class Lead:
 
     def on_lost(self, lost: Lost, at_s: float) -> Sequence[Instruction]:
         """Handles the loss of a member."""
+        return ()
+
+    def on_begin(self, at_s: float) -> Sequence[Instruction]:
+        """The training begins."""
         return ()
 
     def on_absent(self, rank: int) -> Sequence[Instruction]:

@@ -234,7 +234,7 @@ class Membership:
         if self._opening is not None:
             samples = self.progress.num_samples if resumed is not None else 0
             events.append(replace(self._opening, optimizer=started.optimizer, samples=samples))
-        return list(map(Emit, events))
+        return [*map(Emit, events), *(one for lead in self.leads for one in lead.on_begin(at_s))]
 
     def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:
         """Begins the training without workers that were lost before the boundary, or may come later."""

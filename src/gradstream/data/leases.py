@@ -147,7 +147,7 @@ class Leases:
         plan: the division of the data.
         sequences: the minibatches by partition, with the receipts that the ledger adds.
         helping: whether a worker that has finished its own sequence of an epoch gets minibatches of all others.
-            Otherwise it gets those of lost and paused workers only.
+            Otherwise it gets those of lost workers, and of those that wait, only.
         in_passes: whether no minibatch is assigned before all of the epoch before have their receipts. A worker that
             would have nothing to do may then get one that another worker has (the backup tasks of Dean et al. 2012).
 
@@ -156,7 +156,7 @@ class Leases:
         in_passes: as given.
     """
 
-    KEPT = ("_leased", "_again", "_refused", "_lost", "_paused")
+    KEPT = ("_leased", "_again", "_refused", "_lost", "_waiting")
     """See `coordinator.durable.state`."""
 
     CACHES = ("_changes",)
@@ -174,7 +174,7 @@ class Leases:
         self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
         self._refused: set[tuple[int, int]] = set()  # minibatches whose gradient was refused
         self._lost: set[int] = set()
-        self._paused: set[int] = set()
+        self._waiting: set[int] = set()
         self._changes = 0  # see `version`
 
     # ---- what a worker can get, and gets ------------------------------------------------
@@ -228,7 +228,7 @@ class Leases:
             if k is None or not self._is_open(number, taker):
                 continue
             epoch: float = self._plan.nth(number, k).epoch
-            if not (self._plan.seekable or number == taker or number in self._lost | self._paused):
+            if not (self._plan.seekable or number == taker or number in self._lost | self._waiting):
                 epoch = math.inf  # after everything else
             rank = epoch, int(number != taker), -sequence.num_free()
             if best is None or rank < best[0]:
@@ -237,7 +237,7 @@ class Leases:
 
     def _is_open(self, number: int, taker: int) -> bool:
         """Whether a worker may get minibatches of a sequence."""
-        return self.helping or number == taker or number in self._lost or number in self._paused
+        return self.helping or number == taker or number in self._lost or number in self._waiting
 
     def _is_ahead(self, k: int) -> bool:
         """Whether a minibatch of the one sequence belongs to an epoch before which receipts are missing."""
@@ -265,8 +265,8 @@ class Leases:
         return [copy for copy, *others in holders.values() if not others]
 
     def takes(self, rank: int) -> bool:
-        """Whether a worker may get minibatches at all: it is neither lost nor paused."""
-        return rank not in self._lost and rank not in self._paused
+        """Whether a worker may get minibatches at all: it is neither lost, nor waits."""
+        return rank not in self._lost and rank not in self._waiting
 
     def hand_out_copy(self, taker: int, copy: Copy) -> BatchRef:
         """Assigns one of `copies` to a worker, too."""
@@ -344,20 +344,9 @@ class Leases:
         """Lets a lost worker take part again, as a new process that has no minibatches yet."""
         self._lost.discard(rank)
 
-    def pause(self, rank: int) -> int:
-        """Takes back the minibatches that were assigned to a paused worker and have no receipt.
-
-        Other workers may get them, and all further ones of the paused worker's own sequence.
-
-        Returns:
-            The number of minibatches taken back.
-        """
-        self._paused.add(rank)
-        return self._take_back(rank)
-
-    def resume(self, rank: int) -> None:
-        """Lets a paused worker take part again."""
-        self._paused.discard(rank)
+    def open(self, rank: int, *, to_all: bool) -> None:
+        """Lets all workers have minibatches of a worker's own sequence, as long as that one waits."""
+        (self._waiting.add if to_all else self._waiting.discard)(rank)
 
     def _take_back(self, rank: int) -> int:
         self._changes += 1

@@ -147,7 +147,7 @@ def check_strategy(
     refuse(traits_of(job, strategy, optimizer, codec))
 
 
-_HOOKS_OF_SERVERS = ("rule", "quorum", "correction", "outer_optimizer", "drive")
+_HOOKS_OF_SERVERS = ("rule", "quorum", "correction", "outer_optimizer")
 
 
 def check_micro_batches(job: Job, sizes: Sequence[int]) -> None:

@@ -7,11 +7,11 @@ from gradstream.recording.entries import (
     Decided,
     Entry,
     FetchAsked,
-    IntervalBegun,
     Pushed,
     Read,
     SnapshotReached,
     Summed,
+    TrainsAlone,
 )
 from gradstream.recording.log import (
     FOLDER,
@@ -33,7 +33,6 @@ __all__ = [
     "Decided",
     "Entry",
     "FetchAsked",
-    "IntervalBegun",
     "Log",
     "LogPart",
     "LogReader",
@@ -41,6 +40,7 @@ __all__ = [
     "Read",
     "SnapshotReached",
     "Summed",
+    "TrainsAlone",
     "differences",
     "origin_of",
     "read_log",

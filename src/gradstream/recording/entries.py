@@ -106,7 +106,6 @@ class BatchesAssigned:
 
     refs: tuple[BatchRef, ...]
     complete: bool
-    interval: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +122,16 @@ class SnapshotReached:
 
 
 @dataclass(frozen=True, slots=True)
-class IntervalBegun:
-    """A worker began an interval, since the participation schedule resumed it or changed the phase (by the worker).
+class TrainsAlone:
+    """A worker began or ended to train alone, in a warm start (by the worker).
 
     Args:
         begun: number of minibatches that the worker had begun before.
-        number: number of the interval.
-        phase: name of the phase, as the strategy gives it.
+        alone: it trains alone from there on.
     """
 
     begun: int
-    number: int
-    phase: str
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +160,11 @@ Entry: TypeAlias = (
     | SnapshotReached
     | Closed
     | Changed
-    | IntervalBegun
+    | TrainsAlone
     | Decided
 )
 
-PUSHED, ASKED, READ, SUMMED, ASSIGNED, REACHED, CLOSED, CHANGED, BEGUN, DECIDED = range(1, 11)
+PUSHED, ASKED, READ, SUMMED, ASSIGNED, REACHED, CLOSED, CHANGED, ALONE, DECIDED = range(1, 11)
 KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
 MAX_SHIFT = 63
 FLAG = 0x10
@@ -200,7 +197,7 @@ def encode(entry: Entry) -> bytes:
             flat: list[int] = []
             for ref in entry.refs:
                 flat += (ref.epoch, ref.partition, ref.batch, ref.count)
-            return _bytes(ASSIGNED | FLAG * entry.complete, (entry.interval, len(entry.refs), *flat))
+            return _bytes(ASSIGNED | FLAG * entry.complete, (len(entry.refs), *flat))
         case SnapshotReached():
             return _bytes(REACHED | FLAG * entry.ends, (entry.begun,))
         case Closed():
@@ -212,9 +209,8 @@ def encode(entry: Entry) -> bytes:
         case Decided():
             pairs = [number for pair in entry.chunk_times for number in pair]
             return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
-        case IntervalBegun():
-            phase = entry.phase.encode()
-            return _bytes(BEGUN, (entry.begun, entry.number, len(phase))) + phase
+        case TrainsAlone():
+            return _bytes(ALONE | FLAG * entry.alone, (entry.begun,))
 
 
 def decode(data: bytes, name: str = "a recording") -> Iterator[Entry]:
@@ -250,10 +246,10 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             (chunk, done, crc), at = _numbers(data, at, 3)
             return Summed(chunk, done, crc), at
         case 5:
-            (interval, count), at = _numbers(data, at, 2)
+            (count,), at = _numbers(data, at, 1)
             flat, at = _numbers(data, at, 4 * count)
             refs = tuple(BatchRef(*flat[4 * i : 4 * i + 4]) for i in range(count))
-            return BatchesAssigned(refs, first, interval), at
+            return BatchesAssigned(refs, first), at
         case 6:
             (begun,), at = _numbers(data, at, 1)
             return SnapshotReached(begun, first), at
@@ -271,10 +267,8 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             flat, at = _numbers(data, at, num_pairs)
             return Decided(round_, tuple(ranks), tuple(zip(flat[::2], flat[1::2], strict=True))), at
         case 9:
-            (begun, number, size), at = _numbers(data, at, 3)
-            if at + size > len(data):
-                raise IndexError("it ends inside a phase")
-            return IntervalBegun(begun, number, data[at : at + size].decode()), at + size
+            (begun,), at = _numbers(data, at, 1)
+            return TrainsAlone(begun, first), at
         case other:
             raise ValueError(f"it is of kind {other}, expected 1 to 10")
 

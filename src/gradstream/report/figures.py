@@ -119,7 +119,7 @@ def figures_of(events: Sequence[EventDict]) -> RunFigures:
     nodes = _nodes(by_kind)
     steps = by_kind["step"] = attributed(by_kind["step"])
     end_s = max((event["time_s"] for event in (*steps, *by_kind["finished"])), default=0.0)
-    pauses = pauses_of(by_kind["participation"], end_s)
+    pauses = pauses_of(by_kind["warm_start"], end_s)
     return RunFigures(
         summary=summary_of(events),
         status=status_of(events),

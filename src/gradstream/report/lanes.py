@@ -115,7 +115,7 @@ def lanes_of(
     bands: defaultdict[tuple[str, str], list[Band]] = defaultdict(list)
     changes: list[EventDict] = []
     for event in events:
-        if event["event"] == "participation":
+        if event["event"] == "warm_start":
             changes.append(event)
         elif event["event"] == "step":
             steps[event["rank"]].append(event)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from gradstream.report.worker_figures import participation_text, phase_text, relay_text
+from gradstream.report.worker_figures import phase_text, relay_text, warm_start_text
 from gradstream.untrusted import escaped, lose_stderr
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOGGED_SHOWN = 4
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
 
-_TEXTS = {"participation": participation_text, "phase": phase_text, "relay": relay_text}
+_TEXTS = {"warm_start": warm_start_text, "phase": phase_text, "relay": relay_text}
 """Events that other messages report, too, in the same words."""
 
 
@@ -77,7 +77,7 @@ class _Members:
 
     expected: int = 0
     workers: set[str] = field(default_factory=set)
-    paused: set[str] = field(default_factory=set)  # by the strategy's participation schedule
+    paused: set[str] = field(default_factory=set)  # waiting for the warm start of another
     known: set[str] = field(default_factory=set)  # nodes that have joined, even if lost since
     gone: set[str] = field(default_factory=set)  # nodes that have left or were lost, and are not back
     back: bool = False  # whether the node that joined last was known
@@ -102,7 +102,7 @@ class _Members:
         machines = len({machine for node, machine in self.machines.items() if node not in self.gone})
         paused = len(self.paused & self.workers)
         on = f" on {machines + 1} machines" if machines else ""
-        pauses = f" ({paused} paused)" if paused else ""
+        pauses = f" ({paused} wait)" if paused else ""
         return f"{len(self.workers)}/{self.expected} workers{on}{pauses}"
 
 
@@ -174,8 +174,8 @@ class ProgressLine:
                 self._members.machines.update(dict.fromkeys(event["nodes"], event["who"]))
             case "left":
                 self._members.left(event["who"], lost=event["lost"])
-            case "participation":
-                self._members.paused = set(event["paused"])
+            case "warm_start":
+                self._members.paused = set(event["waiting"])
             case "resumed":
                 self.step = self._resumed_at = event["step"]
             case "step":
@@ -198,7 +198,7 @@ class ProgressLine:
 
     def _notice(self, event: EventDict) -> str:
         match event["event"]:
-            case "participation" | "phase" | "relay" as kind:
+            case "warm_start" | "phase" | "relay" as kind:
                 return _TEXTS[kind](event)
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])

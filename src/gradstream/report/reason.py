@@ -14,7 +14,7 @@ worker: other processes use its cores, or its disk is slow (see `report.host`). 
 including waiting, is slower in the same proportion.
 
 Two reasons come first if they take longer than all others: the worker that evaluates does not train meanwhile, and a
-participation schedule or checkpoints may pause workers.
+a warm start or checkpoints may hold workers up.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _for_pauses(run: SlowRun, waiting: float) -> Reason | None:
     if scheduled >= max(NOTABLE, checkpoints, (1 - scheduled) * waiting):
         return Reason(
             "paused",
-            f"Workers are paused {scheduled:.0%} of their time by the strategy's participation schedule.",
-            "A shorter warm start, fewer waves, or a shorter end alone.",
+            f"Workers wait {scheduled:.0%} of their time for the warm start of another.",
+            "A shorter warm start.",
         )
     if checkpoints >= max(NOTABLE, (1 - checkpoints) * waiting):
         return Reason(

@@ -163,7 +163,7 @@ def workers(figures: RunFigures, styles: Styles) -> str:
     head += [*([">paused"] if with_pauses else []), ">idle", "waited for", ">a push, a fetch"]
     about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
     if with_pauses:
-        about += " A paused worker takes no part, by the strategy's participation schedule."
+        about += " A paused worker waits while another makes the warm start."
     return section("Workers", _table(head, rows, about))
 
 

@@ -41,7 +41,7 @@ def straggler_of(
     Args:
         steps: "step" events.
         train_s: seconds of training; None if unknown.
-        absent: names of workers that did not wait for the end because they were lost or paused.
+        absent: names of workers that did not wait for the end because they were lost.
 
     Returns:
         None if no worker is that slow, or if nobody waits for it, as with asynchronous strategies before the end.

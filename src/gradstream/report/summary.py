@@ -394,10 +394,9 @@ def _workers_lost(events: Sequence[EventDict]) -> list[str]:
 
 
 def _absent(events: Sequence[EventDict]) -> set[str]:
-    """Workers that were lost and not replaced, or paused at the end."""
+    """Workers that were lost and not replaced."""
     there = {e["who"]: e["event"] == "joined" for e in events if e["event"] in ("joined", "left")}
-    lost = {who for who in _workers_lost(events) if not there[who]}
-    return {*lost, *_last(events, "participation").get("paused", ())}
+    return {who for who in _workers_lost(events) if not there[who]}
 
 
 def _failed(events: Sequence[EventDict]) -> dict[str, str] | None:

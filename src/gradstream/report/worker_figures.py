@@ -63,7 +63,7 @@ class WorkerFigures:
         waited_for: seconds of `wait_s` by node; its own name stands for sums and local steps.
         push_s, fetch_s: mean seconds of a push and of a fetch; None if none was reported.
         evaluate_s: seconds in evaluations on held-out samples, between steps.
-        paused_s: seconds for which the strategy's participation schedule paused it.
+        paused_s: seconds for which it waited for the warm start of another.
         read_s: seconds of reading samples, in gradients or before them.
         cpu_s: CPU seconds of gradients; None if not measured.
         queued_s: seconds in which its arithmetic thread could run but had no core; None if not measured.
@@ -117,7 +117,7 @@ def workers_of(
 
     Args:
         by_kind: events by their name; the steps are `attributed`.
-        pauses: by worker, the intervals in which the participation schedule paused it.
+        pauses: by worker, when it waited for the warm start of another.
     """
     steps = by_node(by_kind["step"])
     durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -173,21 +173,21 @@ def _machine(events: Sequence[EventDict]) -> dict[str, Any]:
 
 
 # ---- pauses ------------------------------------------------------------------------------
-# When the strategy paused which workers, which then are neither slow nor lost nor idle; and changes of a run in words.
+# When which workers waited for a warm start, and so were neither slow nor lost nor idle; changes of a run in words.
 
 
 def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:
-    """The intervals in which each worker was paused, by name, in seconds.
+    """When each worker waited for the warm start of another, by name, in seconds.
 
     Args:
-        changes: "participation" events, in the order of time.
+        changes: "warm_start" events, in the order of time.
         end_s: end of the run.
     """
     pauses: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     ends = [*(event["time_s"] for event in changes[1:]), end_s]
     for event, until_s in zip(changes, ends, strict=False):
         begin_s = event["time_s"]
-        for name in event["paused"]:
+        for name in event["waiting"]:
             if until_s <= begin_s:
                 continue
             continues = pauses[name] and pauses[name][-1][1] == begin_s
@@ -195,16 +195,13 @@ def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[t
     return pauses
 
 
-def participation_text(event: EventDict) -> str:
-    """A "participation" event in words: "alone: worker-0 takes part, 3 workers are paused"."""
-    active, paused = event["active"], event["paused"]
-    who = active[0] if len(active) == 1 else f"{len(active)} workers" if active else "nobody"
-    parts = [f"{who} take{'s' if len(active) < 2 else ''} part"]
-    if paused:
-        other = paused[0] if len(paused) == 1 else f"{len(paused)} workers"
-        parts.append(f"{other} {'is' if len(paused) == 1 else 'are'} paused")
-    phase = f"{event['phase']}: " if event["phase"] else ""
-    return phase + ", ".join(parts)
+def warm_start_text(event: EventDict) -> str:
+    """A "warm_start" event in words: "warm start: worker-0 trains alone, 3 workers wait"."""
+    waiting = event["waiting"]
+    if not event["alone"]:
+        return "the warm start is over: all workers train"
+    others = waiting[0] if len(waiting) == 1 else f"{len(waiting)} workers"
+    return f"warm start: {event['alone']} trains alone, {others} wait{'s' if len(waiting) == 1 else ''}"
 
 
 def relay_text(event: EventDict) -> str:

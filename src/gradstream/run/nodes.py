@@ -81,7 +81,7 @@ def build_coordinator(
         spread: whether nodes may be on several machines.
         boundary: the one after which the plan begins; None in a process that begins with it.
     """
-    served, ledger = plan.served, plan.ledger()
+    ledger = plan.ledger()
     if plan.resume is not None and plan.whole is None and not plan.restores_state:
         say(
             f"the state of the update rule begins anew: {plan.resume.folder} has that of {plan.resume.rule}, and the "
@@ -96,7 +96,6 @@ def build_coordinator(
         membership,
         keeper=keeper,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
-        drive=served.drive if served is not None and served.drives() else None,
     )
 
 
@@ -138,7 +137,6 @@ def _membership(
             assignment = BatchAssignment(
                 ledger, plan.workers, 2 * deadlines.lease_s, copies=plan.served is None or plan.served.copies
             )
-    drives = plan.served is not None and plan.served.drives() and isinstance(ledger, Ledger)
     return Membership(
         CoordinatorPlan(
             started=started,
@@ -146,7 +144,7 @@ def _membership(
             losses=losses_of(plan, spread=spread),
             balance=balance,
             assignment=assignment,
-            drives=drives,
+            warm_start=plan.warm_start,
             policy=plan.policy,
             deadlines=deadlines,
             resume=plan.resume,

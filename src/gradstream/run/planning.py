@@ -12,6 +12,7 @@ from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.data.base import DataProgress
+from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError
 from gradstream.job.code import find_function
 from gradstream.job.job import Job
@@ -152,7 +153,13 @@ def _plan_job(
     )
     if resume is not None and (of is None or (of[1].number == resume.phase.number and not resume.phase.over)):
         _check_procedure(plan, resume)
-    plan.ledger()
+    ledger = plan.ledger()
+    total = ledger.total_samples if isinstance(ledger, Ledger) and resume is None else None
+    if total is not None and total <= plan.warm_start:
+        raise ConfigError(
+            f"{strategy}: the warm start takes all {total:,} samples of the run, so nothing is left for all workers "
+            "together; shorten it, or make the run longer"
+        )
     if job.micro_batches > 1:
         check_micro_batches(job, getattr(plan.batch_plan(), "batch_sizes", ()))  # a stream does not know
     if isinstance(strategy, ServerStrategy):

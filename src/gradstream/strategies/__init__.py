@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gradstream.strategies.conjugate_gradient import ConjugateGradient as ConjugateGradient
     from gradstream.strategies.dc_asgd import DCASGD as DCASGD
     from gradstream.strategies.diloco import DiLoCo as DiLoCo
+    from gradstream.strategies.downpour import AsynchronousStrategy as AsynchronousStrategy
     from gradstream.strategies.downpour import Downpour as Downpour
-    from gradstream.strategies.downpour import StagedStrategy as StagedStrategy
     from gradstream.strategies.elastic import EAMSGD as EAMSGD
     from gradstream.strategies.elastic import ElasticAveraging as ElasticAveraging
     from gradstream.strategies.gossip import Gossip as Gossip
@@ -76,7 +76,7 @@ _BASES = {
     "api": ("GroupWorker", "PeerWorker", "ServerWorker", "SharedMemoryWorker", "Worker"),
     "base": ("GroupStrategy", "PeerStrategy", "ServerStrategy", "SharedMemoryStrategy", "Strategy"),
     "batch": ("BatchMethod",),
-    "downpour": ("StagedStrategy",),
+    "downpour": ("AsynchronousStrategy",),
 }
 _MODULE_OF = {name: module for module, names in _BASES.items() for name in names} | {
     name: module for module, _, name in (place.partition(":") for place in BUILT_IN.values())

@@ -1,12 +1,11 @@
-"""Everything that a strategy may call: its worker, the worker's means of exchange, and the run's participation.
+"""Everything that a strategy may call: its worker, and the worker's means of exchange.
 
     Minibatch ──▶ Gradient ──▶ Server │ Peers │ Shared
          ▲                               │
          └──────────── Worker ◀──────────┘
 
 Each topology has its worker: `ServerWorker`, `GroupWorker`, `PeerWorker`, `SharedMemoryWorker`. None has a socket or a
-file. `gradstream.worker` implements them, and `gradstream.coordinator` implements `Participation`; your own strategy
-needs only these protocols.
+file. `gradstream.worker` implements them; your own strategy needs only these protocols.
 """
 
 from __future__ import annotations
@@ -358,7 +357,7 @@ class ServerWorker(Worker, Protocol):
 
     @property
     def since(self) -> int:
-        """Number of minibatches that this worker has finished since it became active or its phase began.
+        """Number of minibatches that this worker has finished since it began, or ended to train alone.
 
         All of its earlier minibatches are in the model.
         """
@@ -380,8 +379,8 @@ class ServerWorker(Worker, Protocol):
         ...
 
     @property
-    def phase(self) -> str:
-        """Name of this minibatch's phase, which `drive` has set; "" without a drive."""
+    def alone(self) -> bool:
+        """Whether this worker trains alone in this minibatch, in a warm start: see `ServerStrategy.alone_for`."""
         ...
 
     @property
@@ -525,55 +524,4 @@ class ServerWorker(Worker, Protocol):
 
     async def refresh_state(self) -> None:
         """Replaces this worker's state vectors by the shards' vectors."""
-        ...
-
-
-class Participation(Protocol):
-    """A run as its strategy's `drive` sees it, on the coordinator.
-
-    No worker takes part before the first `set_active_workers`. Progress is the number of samples in the model,
-    including those before a resume, so a drive that waits for progress continues where it was.
-    """
-
-    @property
-    def workers(self) -> Sequence[str]:
-        """Names of the workers that have joined, by rank."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples of a data epoch. Raises ConfigError for a stream, whose samples are not counted."""
-        ...
-
-    @property
-    def total_samples(self) -> int:
-        """Number of samples of the whole run. Raises as `num_samples`."""
-        ...
-
-    @property
-    def samples(self) -> int:
-        """Number of samples in the model. Raises as `num_samples`."""
-        ...
-
-    async def set_active_workers(self, count: int, phase: str = "") -> None:
-        """Lets the `count` workers of the lowest ranks take part from now on. The next rank replaces a lost worker.
-
-        The others are paused: they finish their current minibatch and push everything, and other workers may take the
-        rest of their data. Returns when all of them are paused.
-
-        Args:
-            count: number of workers; a larger number than there are means all.
-            phase: value of `ServerWorker.phase` from the next minibatch on. A worker pushes everything before it
-                enters another phase.
-        """
-        ...
-
-    async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
-        """Returns once this many samples are in the model, or this many seconds of training have passed.
-
-        The number of samples follows the workers' reports, about a quarter of a second late.
-
-        Raises:
-            UserCodeError: no worker takes part, so there can be no progress.
-        """
         ...

@@ -42,7 +42,7 @@ from gradstream.strategies.together import StaleGradients
 
 @dataclass(frozen=True, slots=True)
 class AsySG(StaleGradients):
-    """Plain asynchronous SGD; see the module. Warm starts and waves are options of `StagedStrategy`.
+    """Plain asynchronous SGD; see the module. A warm start is an option of `AsynchronousStrategy`.
 
     Args:
         gradients: M, the number of gradients in an update, at least 1.

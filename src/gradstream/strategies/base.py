@@ -7,8 +7,7 @@
 
 A strategy is one file. Its `train(worker)` is the paper's client and runs on every worker. A strategy with servers has
 a second part: its `rule` is the paper's server, which decides on every shard when pushes are applied and when a fetch
-is answered. An optional third part, `drive(run)`, runs once on the coordinator, and sets how many workers take part
-when. A strategy uses no sockets: `api.py` has everything that it may call.
+is answered. A strategy uses no sockets: `api.py` has everything that it may call.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Add, Replace
 from gradstream.strategies.api import (
     GroupWorker,
-    Participation,
     PeerWorker,
     ServerWorker,
     SharedMemoryWorker,
@@ -253,17 +251,14 @@ class ServerStrategy(Strategy):
         del tables
         return None
 
-    async def drive(self, run: Participation) -> None:
-        """Sets how many workers take part when, for warm starts and waves. Runs once, on the coordinator.
+    def alone_for(self, num_samples: int) -> float:
+        """Samples of the run through which one worker trains alone, before the others begin; 0 for none.
 
-        By default all workers take part from the beginning. Participation does not change after it returns.
-        A round needs all workers, so `partitioning` must not be "rounds".
+        Args:
+            num_samples: samples of a data epoch.
         """
-        await run.set_active_workers(len(run.workers))
-
-    def drives(self) -> bool:
-        """Whether these options give `drive` anything to do."""
-        return type(self).drive is not ServerStrategy.drive
+        del num_samples
+        return 0.0
 
 
 class GroupStrategy(Strategy):

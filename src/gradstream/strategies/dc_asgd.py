@@ -87,7 +87,7 @@ class Compensation:
 
 @dataclass(frozen=True, slots=True)
 class DCASGD(StaleGradients):
-    """Delay-compensated asynchronous SGD; see the module. Warm starts and waves are options of `StagedStrategy`.
+    """Delay-compensated asynchronous SGD; see the module. A warm start is an option of `AsynchronousStrategy`.
 
     Args:
         adaptive: True lets λ follow the size of the gradients, element by element (DC-ASGD-a); with False it is

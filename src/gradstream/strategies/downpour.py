@@ -21,8 +21,7 @@ local steps are steps of SGD. A rule with state (momentum on the server, Adagrad
 sum, at γ. AdamW takes its decay off the parameters, so the decay comes once an update. α is η, or `local_lr`,
 which follows the schedule; a group of parameters multiplies α and γ by its `lr_scale`.
 
-A warm start, waves and an end by one replica are in `downpour.py`. A replica alone makes no local steps, so it is
-plain SGD by the server's rule.
+In a warm start one replica trains alone first. It makes no local steps, so it is plain SGD by the server's rule.
 
 Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 and §4.1.
 Different here: a push is due after step n_push - 1, not before step 0, so that a fetch finds the worker's own
@@ -47,95 +46,39 @@ from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.client.fetch import Arrival
-from gradstream.strategies.api import Participation, ServerWorker
+from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.base import RowExchange, ServerStrategy, check_count, check_not_negative
 from gradstream.wire.chunks import MAX_CHUNK_ELEMS
 
-# ---- staged ------------------------------------------------------------------------------
-# Warm starts and waves: which workers of an asynchronous strategy train at which time.
-#
-#     warm start      one worker trains alone until `warm_start` samples are in the model
-#     waves           the others join in `waves` groups of equal size, `wave_every` samples apart
-#     finish alone    one worker trains alone again, through the last `finish_alone` samples of the run
+# ---- warm start --------------------------------------------------------------------------
+# One worker trains alone until `warm_start` samples are in the model; the others wait for their first minibatch.
 #
 # Alone, a worker fetches before each gradient and pushes after it, and goes through all of the data in the order of a
 # run with one node. Where every push is an update, that is plain SGD by the server's update rule. The rule's state
-# (the sums of Adagrad) is kept from stage to stage.
+# (the sums of Adagrad) goes on when the others begin.
 #
-# Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, §4.1, for the warm start, in one
-# sentence. The paper has neither waves nor an end by one worker.
-
-ALONE, TOGETHER = "alone", "together"
-"""Phases of a staged run; see `ServerWorker.phase`."""
+# Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, §4.1, in one sentence.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedStrategy(ServerStrategy):
-    """The base of strategies in which no worker waits for another, so that workers can join one after the other.
-
-    A length is a number of samples, or of data epochs ("0.5epochs"); 0 is none.
+class AsynchronousStrategy(ServerStrategy):
+    """The base of strategies in which no worker waits for another, so that the others can begin after the first.
 
     Args:
-        warm_start: length of the stage in which one worker trains first, alone.
-        waves: number of groups in which the others join after it, at least 1.
-        wave_every: length between one wave and the next; 0 is the length of the warm start.
-        finish_alone: length of the last stage, in which one worker trains alone.
+        warm_start: one worker trains alone first, through so many samples, or data epochs ("0.5epochs"); 0: none does.
     """
 
     warm_start: int | str = 0
-    waves: int = 1
-    wave_every: int | str = 0
-    finish_alone: int | str = 0
 
     partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        check_count(name, "waves", self.waves, "waves")
-        self._lengths(num_samples=1)
-        if self.waves > 1 and not (self.warm_start or self.wave_every):
-            raise ConfigError(
-                f"{name}(waves={self.waves}): expected wave_every, the number of samples from one wave to the next, "
-                "or warm_start, whose length is the default of wave_every"
-            )
-        if self.waves == 1 and self.wave_every:
-            raise ConfigError(
-                f"{name}(wave_every={self.wave_every!r}) with one wave, so nothing follows after wave_every; expected "
-                "waves=2 or more, or leave wave_every out"
-            )
+        self.alone_for(num_samples=1)
 
-    def _lengths(self, num_samples: int) -> list[float]:
-        """Samples of the warm start, between two waves, and of the end; a data epoch has `num_samples`."""
-        return [
-            _samples(f"{type(self).__name__}.{option}", getattr(self, option), num_samples)
-            for option in ("warm_start", "wave_every", "finish_alone")
-        ]
-
-    def drives(self) -> bool:
-        """See `ServerStrategy.drives`."""
-        return bool(self.warm_start or self.finish_alone) or self.waves > 1
-
-    async def drive(self, run: Participation) -> None:
-        """Carries out warm start, waves, and the end by one worker."""
-        num_workers = len(run.workers)
-        warm, between, last = self._lengths(run.num_samples)
-        between = between or warm
-        if warm + (self.waves - 1) * between + last >= run.total_samples:
-            raise ConfigError(
-                f"{self}: the stages with few workers at the begin and the end take all {run.total_samples:,} samples "
-                "of the run, so nothing is left for all workers together; shorten the stages, or make the run longer"
-            )
-        if warm:
-            await run.set_active_workers(1, ALONE)
-            await run.until(samples=warm)
-        for wave in range(self.waves):
-            await run.until(samples=warm + wave * between)
-            await run.set_active_workers(math.ceil(num_workers * (wave + 1) / self.waves), TOGETHER)
-        if last:
-            await run.until(samples=run.total_samples - last)
-            await run.set_active_workers(0, TOGETHER)
-            await run.set_active_workers(1, ALONE)
+    def alone_for(self, num_samples: int) -> float:
+        """See `ServerStrategy`."""
+        return _samples(f"{type(self).__name__}.warm_start", self.warm_start, num_samples)
 
     async def fetch(self, worker: ServerWorker, pending: Arrival | None, *, overlap: bool) -> Arrival | None:
         """Gives a worker the parameters of its next gradients, and returns the fetch that is pending from now on.
@@ -148,10 +91,12 @@ class StagedStrategy(ServerStrategy):
         """
         if pending is not None:
             await worker.swap_in(pending)
-        if not overlap or worker.phase == ALONE:
+        if not overlap or worker.alone:
             await worker.pull()
             return None
-        if pending is None or (worker.since == 0 and self.drives()):  # it was started in an earlier phase
+        if pending is None or (
+            worker.since == 0 and self.warm_start
+        ):  # it was started before this worker waited
             await worker.swap_in(worker.server.fetch_soon())
         return worker.server.fetch_soon()
 
@@ -179,8 +124,8 @@ def _samples(option: str, length: int | str, num_samples: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Downpour(StagedStrategy):
-    """Downpour SGD; see the module. Warm starts and waves are options of `StagedStrategy`.
+class Downpour(AsynchronousStrategy):
+    """Downpour SGD; see the module. A warm start is an option of `AsynchronousStrategy`.
 
     Args:
         push_every: n_push, in steps, at least 1.
@@ -222,7 +167,7 @@ class Downpour(StagedStrategy):
     }
 
     def __post_init__(self) -> None:
-        StagedStrategy.__post_init__(self)
+        AsynchronousStrategy.__post_init__(self)
         for name in ("push_every", "fetch_every"):
             check_count("Downpour", name, getattr(self, name), "steps")
         self._check_local_steps()
@@ -277,7 +222,7 @@ class Downpour(StagedStrategy):
         """The client, Algorithm 1.1."""
         pending: Arrival | None = None
         async for batch in worker.batches():
-            alone = worker.phase == ALONE
+            alone = worker.alone
             if alone or worker.since % self.fetch_every == 0:
                 pending = await self.fetch(worker, pending, overlap=self.overlap)
             gradient = await worker.gradient(batch)

@@ -106,7 +106,7 @@ class WeightedMean(EveryN):
 
 @dataclass(frozen=True, slots=True)
 class Softsync(StaleGradients):
-    """n-softsync; see the module. Warm starts and waves are options of `StagedStrategy`.
+    """n-softsync; see the module. A warm start is an option of `AsynchronousStrategy`.
 
     Args:
         splits: n, at least 1; with n of at least the number of workers, each gradient is an update.

@@ -56,7 +56,7 @@ class NewEnough(WeightedMean):
 
 @dataclass(frozen=True, slots=True)
 class StalenessAware(StaleGradients):
-    """Asynchronous SGD with a rate of α/τ; see the module. Warm starts and waves are options of `StagedStrategy`.
+    """Asynchronous SGD with a rate of α/τ; see the module. A warm start is an option of `AsynchronousStrategy`.
 
     Args:
         power: p, at least 0; 0 weighs all gradients alike. Leave it out beside a function.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.api import ServerWorker
-from gradstream.strategies.downpour import StagedStrategy
+from gradstream.strategies.downpour import AsynchronousStrategy
 
 # ---- together ----------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ async def train_together(
 # no other. Bytes a step and worker: 4N up, 4N down (float32).
 
 
-class StaleGradients(StagedStrategy):
+class StaleGradients(AsynchronousStrategy):
     """The base of strategies that push each gradient as soon as it is computed, late or not."""
 
     overlap: bool = False

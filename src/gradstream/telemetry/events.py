@@ -605,16 +605,12 @@ class GradientRefusedEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParticipationEvent(Event):
-    """The workers that take part from now on, by the participation schedule of the strategy (coordinator).
+class WarmStartEvent(Event):
+    """One worker trains alone from now on, and others wait; or all train (coordinator)."""
 
-    A worker in neither list has left. A paused worker begins no further minibatch.
-    """
-
-    name: ClassVar[str] = "participation"
-    phase: str  # the strategy's name of the phase
-    active: list[str]
-    paused: list[str]
+    name: ClassVar[str] = "warm_start"
+    alone: str  # the worker; "" once the warm start is over
+    waiting: list[str]
     samples: int | None  # number of samples in the model
 
 

@@ -751,7 +751,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "status", "reason", "culprit", "error", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_boundary", "unchanged")
+    __slots__ = ("epoch", "nodes", "model", "status", "reason", "culprit", "error", "snapshot", "alone", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_boundary", "unchanged")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Status]
@@ -772,7 +772,7 @@ class Notice(_message.Message):
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    PARTICIPATION_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     STAND_INS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
@@ -791,7 +791,7 @@ class Notice(_message.Message):
     culprit: str
     error: str
     snapshot: Snapshot
-    participation: Participation
+    alone: str
     revoked: _containers.RepeatedScalarFieldContainer[bytes]
     stand_ins: _containers.RepeatedCompositeFieldContainer[StandIn]
     placement: Placement
@@ -802,7 +802,7 @@ class Notice(_message.Message):
     first_epoch: int
     next_boundary: int
     unchanged: bool
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., status: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_boundary: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., status: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., alone: _Optional[str] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_boundary: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
 
 class Fenced(_message.Message):
     __slots__ = ("sender", "incarnation", "redos")
@@ -843,29 +843,6 @@ class HandOver(_message.Message):
     round: int
     newcomer: int
     def __init__(self, rank: _Optional[int] = ..., round: _Optional[int] = ..., newcomer: _Optional[int] = ...) -> None: ...
-
-class Participation(_message.Message):
-    __slots__ = ("intervals", "phase")
-    class IntervalsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: Interval
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Interval, _Mapping]] = ...) -> None: ...
-    INTERVALS_FIELD_NUMBER: _ClassVar[int]
-    PHASE_FIELD_NUMBER: _ClassVar[int]
-    intervals: _containers.MessageMap[str, Interval]
-    phase: str
-    def __init__(self, intervals: _Optional[_Mapping[str, Interval]] = ..., phase: _Optional[str] = ...) -> None: ...
-
-class Interval(_message.Message):
-    __slots__ = ("number", "paused")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    PAUSED_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    paused: bool
-    def __init__(self, number: _Optional[int] = ..., paused: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("number", "stage", "stop_at", "places", "last", "ends", "holders")
@@ -965,12 +942,11 @@ class Beat(_message.Message):
     def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., relies: bool = ..., number: _Optional[int] = ..., leaves: bool = ..., reports: _Optional[_Iterable[_Union[BeatReport, _Mapping]]] = ...) -> None: ...
 
 class BeatReport(_message.Message):
-    __slots__ = ("snapshot", "begun", "refused", "sound", "quiesced", "handed", "decision", "orphaned", "redone", "broken", "resharded", "backed_up")
+    __slots__ = ("snapshot", "begun", "refused", "sound", "handed", "decision", "orphaned", "redone", "broken", "resharded", "backed_up")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SOUND_FIELD_NUMBER: _ClassVar[int]
-    QUIESCED_FIELD_NUMBER: _ClassVar[int]
     HANDED_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     ORPHANED_FIELD_NUMBER: _ClassVar[int]
@@ -982,7 +958,6 @@ class BeatReport(_message.Message):
     begun: Begun
     refused: Refused
     sound: bool
-    quiesced: int
     handed: HandOver
     decision: Decision
     orphaned: SenderPushes
@@ -990,7 +965,7 @@ class BeatReport(_message.Message):
     broken: int
     resharded: Resharded
     backed_up: int
-    def __init__(self, snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., handed: _Optional[_Union[HandOver, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., orphaned: _Optional[_Union[SenderPushes, _Mapping]] = ..., redone: _Optional[_Union[Redone, _Mapping]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
+    def __init__(self, snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sound: bool = ..., handed: _Optional[_Union[HandOver, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., orphaned: _Optional[_Union[SenderPushes, _Mapping]] = ..., redone: _Optional[_Union[Redone, _Mapping]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
 
 class SenderPushes(_message.Message):
     __slots__ = ("sender", "incarnation", "chunks", "pushes", "gradients")
@@ -1143,14 +1118,12 @@ class Ask(_message.Message):
     def __init__(self, number: _Optional[int] = ..., wait: bool = ..., in_hand: _Optional[int] = ..., rounds: _Optional[float] = ..., samples: _Optional[float] = ..., seconds: _Optional[float] = ..., squares: _Optional[float] = ...) -> None: ...
 
 class Assigned(_message.Message):
-    __slots__ = ("batches", "complete", "interval")
+    __slots__ = ("batches", "complete")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
-    INTERVAL_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[Receipt]
     complete: bool
-    interval: int
-    def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ..., interval: _Optional[int] = ...) -> None: ...
+    def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ()

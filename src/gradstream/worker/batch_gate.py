@@ -1,11 +1,10 @@
-"""The gate that a worker passes before each minibatch, where snapshots and the participation schedule stop it.
+"""The gate that a worker passes before each minibatch, where snapshots stop it.
 
 When a snapshot begins, a worker reports how many minibatches it has begun, and pauses. The coordinator tells it where
 to stop. The worker continues to that point, flushes everything that it has computed into the model, and reports. It
 then stands still until the snapshot releases it. A worker that has nothing to do stands still already.
 
-A participation schedule pauses and resumes workers (`ServerStrategy.drive`). A paused worker also stands still. When
-it resumes, it chooses its next minibatch again, since other workers may have taken some of its minibatches.
+The gate also tells a worker whether it trains alone, in a warm start. Everything from before a change is in the model.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from typing import Literal, TypeAlias
 
 from gradstream.wire import v1
 
-Gate: TypeAlias = Literal["go", "anew", "over"]
-"""Answer of the gate: begin the minibatch; or choose another one first, since this one may be another worker's by
-now; or the run ends here."""
+Gate: TypeAlias = Literal["go", "over"]
+"""Answer of the gate: begin the minibatch; or the run ends here."""
 
 
 class _SnapshotStop:
@@ -61,55 +59,21 @@ class _SnapshotStop:
             self._report(v1.BeatReport(snapshot=report))
 
 
-class _Intervals:
-    """The worker's intervals of a participation schedule.
-
-    Args:
-        worker: name of the worker's node.
-        report: tells the coordinator that the worker stands still in a paused interval.
-    """
-
-    def __init__(self, worker: str, report: Callable[[v1.BeatReport], None]) -> None:
-        self.present = v1.Interval()
-        self.phase = ""
-        self._worker = worker
-        self._report = report
-        self._entered = 0  # number of the interval in which the worker has passed the gate
-        self._reported = 0  # number of the interval in which it has reported that it stands still
-
-    def hear(self, schedule: v1.Participation) -> None:
-        """Handles the coordinator's news on intervals and the strategy's phase."""
-        self.present = schedule.intervals.get(self._worker, v1.Interval())
-        self.phase = schedule.phase
-
-    def enter(self) -> bool:
-        """Enters the current interval. Returns False if the worker has been in it before."""
-        is_new = self._entered != self.present.number
-        self._entered = self.present.number
-        return is_new
-
-    def stands(self) -> None:
-        """Reports that the worker stands still, if it is paused."""
-        if self.present.paused and self._reported != self.present.number:
-            self._reported = self.present.number
-            self._report(v1.BeatReport(quiesced=self.present.number))
-
-
 class BatchGate:
     """The gate before each minibatch of a worker. No I/O: notices come in, reports go out.
 
     Args:
         worker: name of the worker's node.
         report: sends a report to the coordinator.
-        on_stand: called when a snapshot or a pause has stopped the worker, with the number of minibatches begun,
-            and whether it will begin no more.
-        on_interval: called when the worker is resumed, or enters another phase: with the number of minibatches
-            begun, its interval, and the phase.
+        on_stand: called when a snapshot has stopped the worker, with the number of minibatches begun, and whether it
+            will begin no more.
+        on_alone: called when the worker begins or ends to train alone: with the number of minibatches begun, and
+            whether it trains alone.
 
     Attributes:
         begun: number of minibatches that the worker has begun.
-        begun_before: `begun` when the worker resumed or entered the current phase.
-        phase: phase of the strategy at the last minibatch begun.
+        begun_before: the same when it began or ended to train alone.
+        alone: the worker trains alone, as of the minibatch that was begun last.
         flush_others: awaited before the worker stands still: flushes into the model what the other processes of its
             replica have computed. None if there are none.
     """
@@ -119,16 +83,17 @@ class BatchGate:
         worker: str,
         report: Callable[[v1.BeatReport], None],
         on_stand: Callable[[int, bool], None] = lambda begun, ends: None,
-        on_interval: Callable[[int, v1.Interval, str], None] = lambda begun, interval, phase: None,
+        on_alone: Callable[[int, bool], None] = lambda begun, alone: None,
     ) -> None:
         self.begun = 0
         self.begun_before = 0
-        self.phase = ""
+        self.alone = False
         self.flush_others: Callable[[], Awaitable[None]] | None = None
         self._stop = _SnapshotStop(worker, report)
-        self._intervals = _Intervals(worker, report)
+        self._worker = worker
+        self._told_alone = False
         self._on_stand = on_stand
-        self._on_interval = on_interval
+        self._on_alone = on_alone
         self._standing = False  # everything that was begun is in the model
         self._leave: Callable[[], None] | None = None
         self._error: Exception | None = None
@@ -154,14 +119,9 @@ class BatchGate:
         if notice.status == v1.Notice.STOPPED:
             return  # a worker that stands for the last snapshot must begin no minibatch that nobody would count
         self._stop.hear(notice, self.begun)
-        self._intervals.hear(notice.participation)
+        self._told_alone = notice.alone == self._worker
         self._report_standing()
         self._changed.set()
-
-    @property
-    def interval(self) -> v1.Interval:
-        """The worker's interval of the participation schedule."""
-        return self._intervals.present
 
     @property
     def ending(self) -> bool:
@@ -172,11 +132,6 @@ class BatchGate:
     def settled(self) -> bool:
         """Whether every minibatch begun is in the model, once the workers know where the run ends."""
         return not self._stop.snapshot.ends or self._stop.snapshot.stage == v1.Snapshot.ENDED
-
-    @property
-    def driven(self) -> bool:
-        """Whether the strategy has a participation schedule."""
-        return self.interval.number > 0
 
     async def gate(self, flush: Callable[[], Awaitable[None]]) -> Gate:
         """Returns when the next minibatch may be begun, and counts it if it is.
@@ -191,7 +146,7 @@ class BatchGate:
             if self._error is not None:
                 raise self._error
             at_limit = self._stop.at_limit(self.begun)
-            if at_limit or self.interval.paused or self._leave is not None:
+            if at_limit or self._leave is not None:
                 if not self._standing:
                     await flush()
                     self._on_stand(self.begun, False)
@@ -202,13 +157,11 @@ class BatchGate:
                 else:
                     self._changed.clear()
                     await self._changed.wait()
-            elif self._intervals.enter():
-                self._enter(self._intervals.phase)
-                return "anew"
-            elif self.phase != self._intervals.phase:
-                phase = self._intervals.phase
-                await flush()  # a phase's results are in the model when the next one begins
-                self._enter(phase)
+            elif self.alone != self._told_alone:
+                if self.begun:
+                    await flush()
+                self.alone, self.begun_before = self._told_alone, self.begun
+                self._on_alone(self.begun, self.alone)
             else:
                 break
         self._standing = False
@@ -218,16 +171,12 @@ class BatchGate:
     async def asked(self) -> None:
         """Returns when the worker has to stop at the gate. Raises as `gate`."""
         while self._error is None and not self._stop.at_limit(self.begun):
-            if self.interval.paused or self._leave is not None:
+            if self._leave is not None:
                 return
             self._changed.clear()
             await self._changed.wait()
         if self._error is not None:
             raise self._error
-
-    def _enter(self, phase: str) -> None:
-        self.phase, self.begun_before = phase, self.begun
-        self._on_interval(self.begun, self.interval, phase)
 
     def skip(self, count: int) -> None:
         """Skips minibatches of rounds that are over. They count as begun."""
@@ -244,4 +193,3 @@ class BatchGate:
         self._stop.stands(self.begun)
         if self._leave is not None:
             self._leave()
-        self._intervals.stands()

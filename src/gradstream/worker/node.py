@@ -22,7 +22,7 @@ from gradstream.errors import GradstreamError, RefusedError, UserCodeError
 from gradstream.memory import Vector, trim
 from gradstream.model.buffers import buffers_of, load_buffers
 from gradstream.model.built_module import fixed_of, load_fixed
-from gradstream.recording import BatchesAssigned, IntervalBegun, Log, SnapshotReached
+from gradstream.recording import BatchesAssigned, Log, SnapshotReached, TrainsAlone
 from gradstream.runtime.base import Runtime, Work
 from gradstream.strategies.base import PeerStrategy, ServerStrategy
 from gradstream.telemetry.events import StepEvent
@@ -47,7 +47,7 @@ from gradstream.worker.schedule import BatchQueue, BatchSource, Schedule, ShareR
 
 
 class WorkerRecorder:
-    """Records the minibatches that a worker is assigned, and where it is stopped and resumed.
+    """Records the minibatches that a worker is assigned, and where it is stopped.
 
     Each entry is written at once, so that none is lost if the worker is killed.
 
@@ -64,7 +64,7 @@ class WorkerRecorder:
         """See `WorkerRequests.assign`."""
         answer = await self._source.assign(wait, in_hand, measured)
         if self._log is not None:
-            self._log.add(BatchesAssigned(tuple(answer.refs), answer.complete, answer.interval))
+            self._log.add(BatchesAssigned(tuple(answer.refs), answer.complete))
             self._log.flush()
         return answer
 
@@ -74,10 +74,10 @@ class WorkerRecorder:
             self._log.add(SnapshotReached(begun, ends))
             self._log.flush()
 
-    def interval_begun(self, begun: int, interval: v1.Interval, phase: str) -> None:
+    def trains_alone(self, begun: int, alone: bool) -> None:
         """See `BatchGate`."""
         if self._log is not None:
-            self._log.add(IntervalBegun(begun, interval.number, phase))
+            self._log.add(TrainsAlone(begun, alone))
             self._log.flush()
 
 
@@ -171,7 +171,7 @@ class WorkerNode:
         self._exchange: Exchange | None = None  # once the run has begun
         self._recorder = WorkerRecorder(member.requests, config.log)
         self._batch_gate = BatchGate(
-            runtime.node, member.report, self._recorder.stood, self._recorder.interval_begun
+            runtime.node, member.report, self._recorder.stood, self._recorder.trains_alone
         )
         member.listen(self._batch_gate.hear)
         self._averager = BufferAverager(

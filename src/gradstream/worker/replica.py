@@ -157,7 +157,7 @@ class PausableGate:
         if gate == "go":
             self.between = False
             self._meter.begin(begun_ns)
-        elif gate == "over" and self._before is not None:
+        elif self._before is not None:
             await self._pause()
         return gate
 
@@ -316,7 +316,6 @@ class Replica(ABC):
         context, schedule, pausable_gate = self._context, self._context.schedule, self._pausable_gate
         hooks = ScheduleHooks(
             gate=pausable_gate.enter,
-            interval=lambda: context.batch_gate.interval.number,
             close=self._close,
             skip=self._skip,
             done=self.step - context.first_step,

@@ -51,7 +51,6 @@ class BatchQueue:
         self._source = source
         self._runtime = runtime
         self._refs: deque[BatchRef] = deque()
-        self._interval = 0  # in which they were assigned
         self._low = 0  # number of minibatches left at which the worker asks for the next block
         self._asked: asyncio.Task[Assigned] | None = None
         self._units = 1  # of samples in the current minibatch
@@ -66,13 +65,10 @@ class BatchQueue:
         for_others_s = sum(step.waited_for[who] for who in others)
         self._measured.took(self._units, step.compute_s + step.wait_s - for_others_s)
 
-    async def next(
-        self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]
-    ) -> BatchRef | None:
+    async def next(self, close: Callable[[], Awaitable[None]]) -> BatchRef | None:
         """The next minibatch; None if the run has no more.
 
         Args:
-            interval: number of the worker's interval, as far as the worker knows.
             close: flushes everything that was computed into the model.
 
         Raises:
@@ -83,12 +79,12 @@ class BatchQueue:
                 self._ask(in_hand=0)
             asked, self._asked = self._asked, None
             assert asked is not None
-            answer = self._take(await asked, interval())
+            answer = self._take(await asked)
             if not self._refs:
                 await close()
                 if answer.complete:
                     return None
-                answer = self._take(await self._source.assign(True, 0, self._since()), interval())
+                answer = self._take(await self._source.assign(True, 0, self._since()))
                 if answer.complete:
                     return None
         ref = self._refs.popleft()
@@ -96,13 +92,6 @@ class BatchQueue:
         if self._steps and len(self._refs) <= self._low and self._asked is None:
             self._ask(in_hand=len(self._refs) + 1)
         return ref
-
-    def put_back(self, ref: BatchRef, interval: int) -> None:
-        """Puts a minibatch that was not begun back in front; drops all if a new interval has begun meanwhile."""
-        if self._interval == interval:
-            self._refs.appendleft(ref)
-        else:
-            self._refs.clear()
 
     def _ask(self, in_hand: int) -> None:
         asking = self._source.assign(False, in_hand, self._since())
@@ -112,9 +101,8 @@ class BatchQueue:
         measured, self._measured = self._measured, WorkerSpeed()
         return measured
 
-    def _take(self, answer: Assigned, interval: int) -> Assigned:
-        self._interval = answer.interval
-        self._refs.extend(answer.refs if answer.interval >= interval else ())
+    def _take(self, answer: Assigned) -> Assigned:
+        self._refs.extend(answer.refs)
         self._low = len(self._refs) // 2
         return answer
 
@@ -184,8 +172,6 @@ class ScheduleHooks:
 
     Args:
         gate: awaited before each minibatch: see `BatchGate.gate`.
-        interval: number of the interval in which the worker takes part, after "anew": minibatches that the
-            coordinator assigned in an earlier interval no longer belong to this worker.
         close: awaited when the worker has no minibatch left, before it waits for the end of the run. It flushes
             everything that was computed into the model; otherwise two workers could wait for each other.
         skip: skips minibatches of rounds that went on without this worker; returns their number.
@@ -193,7 +179,6 @@ class ScheduleHooks:
     """
 
     gate: Callable[[], Awaitable[Gate]]
-    interval: Callable[[], int]
     close: Callable[[], Awaitable[None]]
     skip: Callable[[], int]
     done: int = 0
@@ -320,21 +305,14 @@ class Schedule:
         return self.plan.nth(line, self._count(line) - 1)
 
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
-        """See `BatchSchedule`.
-
-        When a paused worker is resumed, minibatches assigned before may be another worker's: it drops them.
-        """
+        """See `BatchSchedule`."""
         source = _Partition(self, hooks.skip, hooks.done) if self.queue is None else self.queue
-        while (ref := await source.next(hooks.interval, hooks.close)) is not None:
+        while (ref := await source.next(hooks.close)) is not None:
             if self.balance is not None:
                 await self.balance.reach(ref)
-            match await hooks.gate():
-                case "over":
-                    return
-                case "anew":
-                    source.put_back(ref, hooks.interval())
-                case _:
-                    yield ref
+            if await hooks.gate() == "over":
+                return
+            yield ref
 
     def size(self, ref: BatchRef) -> int | None:
         """See `BatchSchedule`."""
@@ -388,19 +366,11 @@ class _Partition:
         self._skip = skip
         self._next = done
 
-    async def next(
-        self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]
-    ) -> BatchRef | None:
+    async def next(self, close: Callable[[], Awaitable[None]]) -> BatchRef | None:
         """The next one; None if there is none."""
-        del interval
         number = self._next = self._next + self._skip()
         if number >= self._schedule.num_batches:
             await close()
             return None
         self._next += 1
         return self._schedule.plan.nth(self._schedule.rank, number)
-
-    def put_back(self, ref: BatchRef, interval: int) -> None:
-        """Puts a minibatch that was not begun back in front."""
-        del ref, interval
-        self._next -= 1

@@ -343,7 +343,9 @@ class Member(Reporter):
             self._error = BoundaryError(notice.next_boundary)
         elif notice.status == v1.Notice.STOPPED:
             self._error = RunStoppedError("the run was stopped; it can be resumed")
-        elif notice.status == v1.Notice.TRAINING and all(node.name != self.node.name for node in notice.nodes):
+        elif notice.status == v1.Notice.TRAINING and all(
+            node.name != self.node.name for node in notice.nodes
+        ):
             self._error = self._error or EvictedError(
                 self.node.name, "it, or another process of its replica, is no member any more"
             )

@@ -121,13 +121,10 @@ class Assigned(NamedTuple):
     Args:
         refs: minibatches to go through; none if the coordinator has none for this worker now.
         complete: whether the run has no further minibatches.
-        interval: number of the interval in which the worker may go through them, in a run whose strategy
-            pauses workers. Once the worker is paused, the minibatches belong to others.
     """
 
     refs: Sequence[BatchRef]
     complete: bool
-    interval: int = 0
 
 
 class WorkerRequests:
@@ -188,7 +185,7 @@ class WorkerRequests:
                     raise
             else:
                 refs = [ref_of(receipt) for receipt in answer.batches]
-                return Assigned(refs, answer.complete, answer.interval)
+                return Assigned(refs, answer.complete)
 
     async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> list[int]:
         """Asks how many samples each worker takes of each round, from the round of `ref` on.

@@ -22,7 +22,6 @@ from google.protobuf.message import DecodeError, Message
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated, JobPhase
 from gradstream.coordinator.orphaned_pushes import LostPush, Orphans, Redo
-from gradstream.coordinator.participation import Interval
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.base import BatchRef, DataProgress
 from gradstream.data.leases import AssignableBatches
@@ -52,7 +51,6 @@ _RECORDS: Mapping[str, type] = {
         Epoch,
         EpochCounts,
         Evaluated,
-        Interval,
         JobPhase,
         LoopEpochs,
         LoopSequence,

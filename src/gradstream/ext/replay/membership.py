@@ -10,7 +10,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.client.requests import Assigned, Reporter, WorkerRequests
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import WorkerSpeed
-from gradstream.recording import BatchesAssigned, Entry, IntervalBegun, SnapshotReached
+from gradstream.recording import BatchesAssigned, Entry, SnapshotReached, TrainsAlone
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event
@@ -54,7 +54,7 @@ class _ReplayedRequests(WorkerRequests):
         if not self._assignments:
             await asyncio.get_running_loop().create_future()
         answer = self._assignments.popleft()
-        return Assigned(answer.refs, answer.complete, answer.interval)
+        return Assigned(answer.refs, answer.complete)
 
 
 class ReplayedMember(Member):
@@ -81,8 +81,8 @@ class ReplayedMember(Member):
         self._first = v1.Notice()
         assignments = deque(entry for entry in entries if isinstance(entry, BatchesAssigned))
         self.requests = _ReplayedRequests(runtime, endpoint, self, assignments)
-        self._pauses = deque(entry for entry in entries if isinstance(entry, SnapshotReached | IntervalBegun))
-        self._participation = v1.Participation()
+        self._pauses = deque(entry for entry in entries if isinstance(entry, SnapshotReached | TrainsAlone))
+        self._alone = ""
         self._on_failed = on_failed
         self._ended = False
         self._changed = asyncio.Event()
@@ -136,9 +136,8 @@ class ReplayedMember(Member):
         self._ended = isinstance(pause, SnapshotReached) and pause.ends
         if not self._ended:
             self._pauses.popleft()
-        if isinstance(pause, IntervalBegun):
-            interval = v1.Interval(number=pause.number)
-            self._participation = v1.Participation(intervals={self.node.name: interval}, phase=pause.phase)
+        if isinstance(pause, TrainsAlone):
+            self._alone = self.node.name if pause.alone else ""
         self._publish()
 
     def finished(self, *, relies: bool = False) -> None:
@@ -159,7 +158,7 @@ class ReplayedMember(Member):
         """Sends listeners the current notice, with the next recorded pause of this worker as a snapshot."""
         notice = v1.Notice()
         notice.CopyFrom(self._first)
-        notice.participation.CopyFrom(self._participation)
+        notice.alone = self._alone
         if self._pauses:
             pause = self._pauses[0]
             number = self.notice.snapshot.number + 1

@@ -43,7 +43,7 @@ class PartLead(Agreement):
         channel: to the parts.
         model: the worker's part of the model, which also knows the buffers of the others.
         parts: number of parts, with the worker.
-        gate: of the worker; parts take its phase.
+        gate: of the worker; parts take from it whether it trains alone.
         member: gets the receipts of minibatches that are in the model, in all of its parts.
 
     Attributes:
@@ -120,7 +120,7 @@ class PartLead(Agreement):
         self.in_round = True
         gate, heard = self._gate, self.num_heard
         self._say(
-            PartTurn("batch", ref=astuple(ref), begun_before=gate.begun_before, phase=gate.phase, heard=heard)
+            PartTurn("batch", ref=astuple(ref), begun_before=gate.begun_before, alone=gate.alone, heard=heard)
         )
 
     async def flush(self) -> None:

@@ -71,7 +71,7 @@ class PartFollower(Agreement):
     Args:
         channel: to the other parts.
         model: of this part.
-        gate: of this part, which takes the worker's phase.
+        gate: of this part, which takes from the worker's whether it trains alone.
 
     Attributes:
         carry_out: carries out a turn that begins no minibatch, and no flush.
@@ -193,7 +193,7 @@ class PartFollower(Agreement):
                 if turn.kind == "drain":
                     window.closing = True
                 else:
-                    self._gate.phase, self._gate.begun_before = turn.phase, turn.begun_before
+                    self._gate.alone, self._gate.begun_before = turn.alone, turn.begun_before
                     self._num_heard = turn.heard
                     hooks.skip()
                     window.admit(turn.batch, size(turn.batch))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gradstream.errors import ConfigError, InternalError, UserCodeError
+from gradstream.errors import InternalError, UserCodeError
 from gradstream.memory import Memory, Vector
 from gradstream.model.base import Layout
 from gradstream.optim.schedules import nominal_rate
@@ -102,11 +102,6 @@ class ServerReplica(Replica):
     ) -> AsyncIterator[api.Minibatch]:
         """See `strategies.api.ServerWorker`."""
         gate = self._context.batch_gate
-        if before is not None and gate.driven:
-            raise ConfigError(
-                "the strategy waits for the clocks of all workers, but its drive() pauses some of them, whose clocks "
-                "do not advance: leave out the wait or drive()"
-            )
         self._pausable_gate = PausableGate(
             gate, self._meter, flush or self._flush, self.server, before, waited_for, self._context.late
         )
@@ -128,9 +123,9 @@ class ServerReplica(Replica):
         return self._base
 
     @property
-    def phase(self) -> str:
+    def alone(self) -> bool:
         """See `strategies.api.ServerWorker`."""
-        return self._context.batch_gate.phase
+        return self._context.batch_gate.alone
 
     @property
     def unpushed(self) -> int:

@@ -1,11 +1,10 @@
-"""Warm starts, waves, an end by one worker: a paused worker loses nothing, and resumes at the right sample."""
+"""Warm starts: one worker trains alone, the others wait, and no sample is lost."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -17,10 +16,9 @@ from hypothesis import strategies as st
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.assignment import AssignmentReplies
 from gradstream.data import BatchRef, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.plan import epoch_order
-from gradstream.errors import ConfigError, Interrupted, UserCodeError
+from gradstream.errors import ConfigError, Interrupted
 from gradstream.report.figures import figures_of
 from gradstream.report.lanes import lanes_of
 from gradstream.report.progress_line import ProgressLine
@@ -28,23 +26,17 @@ from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.strategies.api import Participation
-from gradstream.strategies.downpour import ALONE
 from gradstream.strategies.together import StaleGradients
 from gradstream.telemetry.events import EventDict
 from gradstream.testing import properties
-from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares
+from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares, replace_at
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world
-from gradstream.wire import v1
-from gradstream.worker.schedule import BatchQueue
 
 NUM_TOKENS, EPOCHS = 24, 6
-DRIVES: dict[str, dict[str, Any]] = {
-    "warm": {"warm_start": "1.5epochs"},
-    "waves": {"waves": 3, "wave_every": 20},
-    "last": {"finish_alone": "2epochs"},
-    "all": {"warm_start": 12, "waves": 3, "wave_every": 10, "finish_alone": 30, "fetch_every": 3},
+WARM: dict[str, dict[str, Any]] = {
+    "epochs": {"warm_start": "1.5epochs"},
+    "samples": {"warm_start": 12, "fetch_every": 3},
 }
 
 
@@ -58,7 +50,7 @@ def tokens(strategy: gs.Strategy, **options: Any) -> gs.Run:
 
 
 def turns(run: gs.Run) -> list[EventDict]:
-    return [event for event in run.events if event["event"] == "participation"]
+    return [event for event in run.events if event["event"] == "warm_start"]
 
 
 def steps_between(run: gs.Run, begin_s: float, end_s: float) -> set[str]:
@@ -75,103 +67,57 @@ def steps_between(run: gs.Run, begin_s: float, end_s: float) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("drive", "overlap", "seed"),
-    [("warm", True, 1), ("waves", False, 0), ("last", True, 1), ("all", False, 0)],
+    ("length", "overlap", "seed"), [("epochs", True, 1), ("epochs", False, 0), ("samples", True, 0)]
 )
-def test_every_sample_once_and_no_paused_worker_computes(drive: str, overlap: bool, seed: int) -> None:
-    run = tokens(gs.Downpour(push_every=2, overlap=overlap, **DRIVES[drive]), seed=seed)
+def test_every_sample_once_and_no_worker_computes_that_waits(length: str, overlap: bool, seed: int) -> None:
+    run = tokens(gs.Downpour(push_every=2, overlap=overlap, **WARM[length]), seed=seed)
     check_exactly_once(run, NUM_TOKENS, EPOCHS)
     ledger = [event for event in run.events if event["event"] == "ledger"]
     assert [event["epoch"] for event in ledger] == list(range(EPOCHS))
-    told = turns(run)
-    for event, after in zip(told, [*told[1:], None], strict=True):
-        end_s = after["time_s"] if after is not None else 1e9
-        # A notice takes time, so nodes know of it at slightly different instants.
-        assert not steps_between(run, event["time_s"] + 0.01, end_s - 0.01) & set(event["paused"]), event
-    if "finish_alone" in DRIVES[drive]:
-        assert told[-1]["active"] == ["worker-0"]
-        assert told[-2]["active"] == []
-    else:
-        assert told[-1]["paused"] == []
-    assert told[0]["samples"] == 0
+    begins, ends = turns(run)
+    assert (begins["alone"], begins["samples"], len(begins["waiting"])) == ("worker-0", 0, 3)
+    assert (ends["alone"], ends["waiting"]) == ("", [])
+    assert steps_between(run, begins["time_s"], ends["time_s"] - 0.01) == {"worker-0"}
+    assert len(steps_between(run, ends["time_s"], 1e9)) == 4
 
 
-def test_workers_join_and_leave_when_so_many_samples_are_in_the_model() -> None:
+def test_the_others_begin_when_so_many_samples_are_in_the_model() -> None:
     """Gradients of 3 s: a report that is a quarter of a second late is then at most one step of each worker."""
     slow = SimulationConfig(costs={"gradient": Cost(base_s=3.0)}, network=UNSTEADY.network)
-    told = turns(tokens(gs.Downpour(**DRIVES["all"]), config=slow))
-    assert [len(event["active"]) for event in told] == [1, 2, 3, 4, 0, 1]
-    assert [event["phase"] for event in told] == ["alone", *4 * ["together"], "alone"]
-    due = [0, 12, 12 + 10, 12 + 2 * 10, NUM_TOKENS * EPOCHS - 30]
-    for samples, event in zip(due, told, strict=False):
-        assert samples <= event["samples"] <= samples + 4 * 2, event
+    told = turns(tokens(gs.Downpour(**WARM["samples"]), config=slow))
+    assert 12 <= told[1]["samples"] <= 12 + 2
 
 
-@dataclass(frozen=True)
-class Restless(gs.Downpour):
-    """Its workers join and leave at random, by a seed."""
-
-    seed: int = 0
-
-    def drives(self) -> bool:
-        return True
-
-    async def drive(self, run: Participation) -> None:
-        rng, samples = random.Random(self.seed), 0
-        while samples < run.total_samples - 20:
-            samples += rng.choice([0, 0, 2, 8, 20])
-            await run.set_active_workers(rng.choice([0, 1, 2, 4]), rng.choice(["alone", "together"]))
-            await run.set_active_workers(
-                rng.choice([1, 1, 2, 3, 9]), rng.choice(["alone", "together", "else"])
-            )
-            await run.until(samples=samples)
+def test_parts_of_workers_that_wait_are_for_the_one_that_trains() -> None:
+    """With partitions the first one goes through those of all."""
+    strategy = gs.Downpour(warm_start="1.5epochs")
+    run = tokens(strategy, config=bad_world(4, 2), shares=[1, 0, 2, 1], assignment="partitions")
+    check_exactly_once(run, NUM_TOKENS, EPOCHS)
+    assert turns(run)[1]["samples"] >= 1.5 * NUM_TOKENS
 
 
-def check_restless(*seeds: int) -> None:
-    for seed in seeds:
-        strategy = Restless(push_every=1 + seed % 3, overlap=seed % 2 == 0, seed=seed)
-        run = tokens(
-            strategy, seed=seed, config=bad_world(4, 2), shares=[1, 0, 2, 1], assignment="partitions"
-        )
-        check_exactly_once(run, NUM_TOKENS, EPOCHS)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
-    """Some resume while an answer for their previous interval is on its way."""
-    check_restless(seed)
-
-
-def test_minibatches_of_an_earlier_interval_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: answers claim to be of the interval in which they are used."""
-    inner = AssignmentReplies.answer
-
-    def of_any_turn(self: AssignmentReplies, node: v1.Node, request: v1.Ask, at_s: float) -> Any:
-        answer = inner(self, node, request, at_s)
-        if isinstance(answer, v1.Assigned):
-            answer.interval = 1 << 40
-        return answer
-
-    monkeypatch.setattr(AssignmentReplies, "answer", of_any_turn)
-    monkeypatch.setattr(BatchQueue, "put_back", lambda self, ref, interval: self._refs.appendleft(ref))
-    with pytest.raises(AssertionError, match="was applied"):
-        check_restless(*range(12))
-
-
-@pytest.mark.parametrize(("drive", "rank"), [("warm", 0), ("warm", 1), ("waves", 2), ("last", 0), ("all", 1)])
-def test_a_worker_is_lost_whoever_and_whenever(drive: str, rank: int) -> None:
+@pytest.mark.parametrize(("length", "rank"), [("epochs", 0), ("epochs", 1), ("samples", 0), ("samples", 2)])
+def test_a_worker_is_lost_whoever_and_whenever(length: str, rank: int) -> None:
     """In the warm start another worker takes the place of a lost one."""
-    script = kill_at(f"worker-{rank}", random.Random(f"{rank} {drive}").uniform(0.01, 1.0))
-    run = tokens(gs.Downpour(push_every=2, **DRIVES[drive]), seed=rank, script=script)
+    script = kill_at(f"worker-{rank}", random.Random(f"{rank} {length}").uniform(0.01, 1.0))
+    run = tokens(gs.Downpour(push_every=2, **WARM[length]), seed=rank, script=script)
     check_exactly_once(run, NUM_TOKENS, EPOCHS)
 
 
 def test_the_next_one_takes_the_place_of_a_lost_one() -> None:
     run = tokens(gs.Downpour(warm_start="3epochs"), script=kill_at("worker-0", 0.3))
-    engaged = [event["active"] for event in turns(run)]
-    assert engaged == [["worker-0"], ["worker-1"], ["worker-1", "worker-2", "worker-3"]]
-    assert [event["phase"] for event in turns(run)] == ["alone", "alone", "together"]
+    assert [event["alone"] for event in turns(run)] == ["worker-0", "worker-1", ""]
+    assert [event["waiting"] for event in turns(run)][1:] == [["worker-2", "worker-3"], []]
     assert turns(run)[-1]["samples"] >= 3 * NUM_TOKENS
+
+
+def test_one_that_comes_back_waits_too() -> None:
+    run = tokens(gs.Downpour(warm_start="3epochs"), script=replace_at("worker-0", 0.3, 0.05))
+    check_exactly_once(run, NUM_TOKENS, EPOCHS)
+    assert [event["alone"] for event in turns(run)] == ["worker-0", "worker-1", ""]
+    back_s = [e["time_s"] for e in run.events if e["event"] == "joined" and e["who"] == "worker-0"][-1]
+    assert steps_between(run, back_s, turns(run)[-1]["time_s"] - 0.01) == {"worker-1"}
+    assert "worker-0" in steps_between(run, turns(run)[-1]["time_s"], 1e9)
 
 
 def stop_at(seconds: float) -> Callable[[Any], Coroutine[Any, Any, None]]:
@@ -182,12 +128,12 @@ def stop_at(seconds: float) -> Callable[[Any], Coroutine[Any, Any, None]]:
     return script
 
 
-@pytest.mark.parametrize("drive", DRIVES)
-def test_stopped_anywhere_it_goes_on_where_the_drive_was(drive: str) -> None:
+@pytest.mark.parametrize("length", WARM)
+def test_stopped_anywhere_it_goes_on_where_it_was(length: str) -> None:
     rng, stops = random.Random(5), 0
     for _ in range(2):
         storage, when_s = MemoryStorage(), rng.uniform(0.05, 1.0)
-        strategy = gs.Downpour(push_every=2, **DRIVES[drive])
+        strategy = gs.Downpour(push_every=2, **WARM[length])
         try:
             run = tokens(strategy, storage=storage, script=stop_at(when_s))
         except Interrupted:
@@ -198,14 +144,14 @@ def test_stopped_anywhere_it_goes_on_where_the_drive_was(drive: str) -> None:
 
 
 def test_a_resumed_run_has_its_warm_start_behind_it() -> None:
-    strategy, storage = gs.Downpour(warm_start="1epoch", waves=2), MemoryStorage()
+    strategy, storage = gs.Downpour(warm_start="1epoch"), MemoryStorage()
     with pytest.raises(Interrupted):
         tokens(strategy, storage=storage, script=stop_at(1.0))
     run = tokens(strategy, storage=storage, resume=True)
     (resumed,) = [event for event in run.events if event["event"] == "resumed"]
     assert resumed["samples"] > 2 * NUM_TOKENS
     last = turns(run)[-1]
-    assert (last["paused"], last["samples"]) == ([], resumed["samples"])
+    assert (last["waiting"], last["samples"]) == ([], resumed["samples"])
     assert last["time_s"] <= resumed["time_s"] + 0.1
 
 
@@ -234,12 +180,11 @@ class Owners:
             assert self.ledger.receipt(ref, rank)
 
     def hold(self, rank: int) -> None:
-        assert self.ledger.leases.pause(rank) == len(self.in_hand[rank])
+        self.ledger.leases.open(rank, to_all=True)
         self.held.add(rank)
-        self.in_hand[rank].clear()
 
     def let_in(self, rank: int) -> None:
-        self.ledger.leases.resume(rank)
+        self.ledger.leases.open(rank, to_all=False)
         self.held.discard(rank)
 
     def lose(self, rank: int) -> None:
@@ -260,7 +205,7 @@ class Owners:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_whichever_worker_is_paused_or_lost_each_minibatch_has_one_owner(data: st.DataObject) -> None:
+def test_whichever_worker_waits_or_is_lost_each_minibatch_has_one_owner(data: st.DataObject) -> None:
     run = Owners(data.draw(st.integers(1, 3)), data.draw(st.booleans()))
     working, away = (
         [Owners.ask, Owners.take, Owners.take, Owners.hold],
@@ -287,17 +232,6 @@ def test_what_a_run_goes_through_in_all() -> None:
 FEATURES = 200
 
 
-@dataclass(frozen=True)
-class Solo(gs.Downpour):
-    """One replica trains from the beginning to the end, while the others are paused."""
-
-    def drives(self) -> bool:
-        return True
-
-    async def drive(self, run: Participation) -> None:
-        await run.set_active_workers(1, ALONE)
-
-
 @pytest.mark.parametrize("shards", [1, 2])
 def test_alone_a_replica_is_one_node_that_goes_through_all_of_the_data(shards: int) -> None:
     """Bit for bit, in the order of samples of one node, with the server's own rule."""
@@ -313,8 +247,8 @@ def test_alone_a_replica_is_one_node_that_goes_through_all_of_the_data(shards: i
         )  # fmt: skip
         rule.apply(w, gradient, {"sum": sums}, lr=0.05, step=step + 1)
     run = simulate(
-        model, data, strategy=Solo(push_every=3, fetch_every=2, local_momentum=0.9), optimizer=rule,
-        workers=4, servers=shards, batch_size=4, epochs=3, chunk_elems=64, seed=3, config=UNSTEADY,
+        model, data, strategy=gs.Downpour(push_every=3, fetch_every=2, local_momentum=0.9, warm_start=3 * 96 - 1),
+        optimizer=rule, workers=4, servers=shards, batch_size=4, epochs=3, chunk_elems=64, seed=3, config=UNSTEADY,
         deadlines=QUICK,
     )  # fmt: skip
     assert np.array_equal(run.parameters["w"], w.numpy())
@@ -325,14 +259,14 @@ def adagrad_counts(**options: Any) -> np.ndarray[Any, Any]:
     """Parameters of `Tokens` by Adagrad: each sample is pushed once an epoch, with gradient -1."""
     run = simulate(
         Tokens(num_chunks=3), numbered(NUM_TOKENS), optimizer=gs.optim.Adagrad(lr=1.0, initial_accumulator=0.5),
-        strategy=gs.Downpour(warm_start="3epochs", waves=2, wave_every=12, finish_alone=NUM_TOKENS),
+        strategy=gs.Downpour(warm_start="3epochs"),
         workers=4, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, config=UNSTEADY, deadlines=QUICK,
         **options,
     )  # fmt: skip
     return run.parameters["tokens"][:, :NUM_TOKENS]
 
 
-def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adagrads_sums_go_on_when_the_others_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever worker pushes at whichever time, the k-th push of a sample is a step of 1 / √(½ + k)."""
     expected = sum(1 / math.sqrt(0.5 + k) for k in range(1, EPOCHS + 1))
     assert np.allclose(adagrad_counts(), expected, rtol=1e-6)
@@ -351,47 +285,42 @@ def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyP
     assert not np.allclose(adagrad_counts(), expected, rtol=1e-6)
 
 
-STAGES: dict[str, Any] = {"warm_start": 6, "waves": 2, "finish_alone": 4}
-STAGED: dict[str, Any] = {
-    "downpour": gs.Downpour(**STAGES),
-    "staleness-aware": gs.strategies.StalenessAware(**STAGES),
-    "softsync": gs.Softsync(**STAGES),
-    "asysg": gs.strategies.AsySG(gradients=2, **STAGES),
-    "dc-asgd": gs.strategies.DCASGD(overlap=True, **STAGES),
+LENGTH: dict[str, Any] = {"warm_start": 6}
+STRATEGIES: dict[str, Any] = {
+    "downpour": gs.Downpour(**LENGTH),
+    "staleness-aware": gs.strategies.StalenessAware(**LENGTH),
+    "softsync": gs.Softsync(**LENGTH),
+    "asysg": gs.strategies.AsySG(gradients=2, **LENGTH),
+    "dc-asgd": gs.strategies.DCASGD(overlap=True, **LENGTH),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "law"),
     [
-        *product(STAGED, ["travels"]),
+        *product(STRATEGIES, ["travels"]),
         *product(["downpour", "softsync", "dc-asgd"], ["plain"]),
         *product(["downpour", "dc-asgd"], ["repeatable", "ends", "resumes", "deaths"]),
     ],
 )
 @pytest.mark.usefixtures("few_seeds")
-def test_the_laws_of_strategies_hold_for_one_that_is_staged(name: str, law: str) -> None:
-    assert getattr(properties, law)(STAGED[name])
+def test_the_laws_of_strategies_hold_with_a_warm_start(name: str, law: str) -> None:
+    assert getattr(properties, law)(STRATEGIES[name])
 
 
-def test_a_worker_that_joins_late_begins_with_the_newest_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_waited_begins_with_the_newest_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """With overlap it has a fetch of the run's first instant; the 24 gradients of the warm start came after it."""
-    strategy = gs.strategies.DCASGD(
-        strength=0.0, overlap=True, warm_start="2epochs", waves=2, finish_alone="1epoch"
-    )
+    strategy = gs.strategies.DCASGD(strength=0.0, overlap=True, warm_start="2epochs")
     run = tokens(strategy)
     check_exactly_once(run, NUM_TOKENS, EPOCHS)
-    assert [len(event["active"]) for event in turns(run)] == [1, 2, 4, 0, 1]
     assert run.summary["staleness_max"] < 24
 
     # The planted fault: the worker computes on that fetch.
-    monkeypatch.setattr(StaleGradients, "fetch", fetch_as_in_the_middle_of_a_phase)
+    monkeypatch.setattr(StaleGradients, "fetch", fetch_as_in_the_middle)
     assert tokens(strategy).summary["staleness_max"] >= 24
 
 
-async def fetch_as_in_the_middle_of_a_phase(
-    self: StaleGradients, worker: Any, pending: Any, *, overlap: bool
-) -> Any:
+async def fetch_as_in_the_middle(self: StaleGradients, worker: Any, pending: Any, *, overlap: bool) -> Any:
     await worker.swap_in(pending or worker.server.fetch_soon())
     return worker.server.fetch_soon() if overlap else None
 
@@ -399,17 +328,20 @@ async def fetch_as_in_the_middle_of_a_phase(
 # ---- progress and report ------------------------------------------------------------------
 
 
-def test_a_paused_worker_is_neither_slow_nor_dead() -> None:
+def test_a_worker_that_waits_is_neither_slow_nor_dead() -> None:
     run = tokens(gs.Downpour(warm_start="3epochs"))
     progress = ProgressLine()
     said, lines = list[str](), list[str]()
     for event in run.events:
         progress.update(event)
         lines.append(progress.line())
-        said += [progress.notice(event)] if event["event"] == "participation" else []
-    assert said == ["alone: worker-0 takes part, 3 workers are paused", "together: 4 workers take part"]
-    assert any("4/4 workers (3 paused) · " in line for line in lines)
-    assert "paused" not in next(line for line in reversed(lines) if " workers" in line)
+        said += [progress.notice(event)] if event["event"] == "warm_start" else []
+    assert said == [
+        "warm start: worker-0 trains alone, 3 workers wait",
+        "the warm start is over: all workers train",
+    ]
+    assert any("4/4 workers (3 wait) · " in line for line in lines)
+    assert "wait)" not in next(line for line in reversed(lines) if " workers" in line)
 
     figures = figures_of(run.events)
     first, *others = figures.workers
@@ -418,7 +350,7 @@ def test_a_paused_worker_is_neither_slow_nor_dead() -> None:
     assert [worker.paused_s for worker in others] == pytest.approx([together_s] * 3)
     reason = reason_of(figures)
     assert (reason.kind, reason.culprit) == ("paused", "")
-    assert [moment.text for moment in figures.story if moment.kind == "participation"] == said
+    assert [moment.text for moment in figures.story if moment.kind == "warm_start"] == said
     lanes = lanes_of(run.events).lanes
     assert [len(lane.pauses) for lane in lanes] == [0, 1, 1, 1]
     assert "paused" in workers(figures, {})
@@ -428,30 +360,9 @@ def test_a_paused_worker_is_neither_slow_nor_dead() -> None:
 # ---- refused ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Idle(Solo):
-    """Its drive waits for progress while no worker takes part."""
-
-    async def drive(self, run: Participation) -> None:
-        await run.until(samples=1)
-
-
-@dataclass(frozen=True)
-class Broken(Solo):
-    """Its drive raises."""
-
-    async def drive(self, run: Participation) -> None:
-        await run.set_active_workers(2)
-        raise ZeroDivisionError("of the drive")
-
-
-def test_a_drive_that_goes_wrong_ends_the_run_and_says_why() -> None:
-    with pytest.raises(UserCodeError, match="no worker takes part"):
-        tokens(Idle())
-    with pytest.raises(UserCodeError, match="ZeroDivisionError: of the drive"):
-        tokens(Broken())
+def test_a_warm_start_that_takes_the_whole_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing is left for all workers together"):
-        tokens(gs.Downpour(warm_start="4epochs", finish_alone="2epochs"))
+        tokens(gs.Downpour(warm_start=f"{EPOCHS}epochs"))
 
 
 @pytest.mark.parametrize(
@@ -459,50 +370,9 @@ def test_a_drive_that_goes_wrong_ends_the_run_and_says_why() -> None:
     [
         ({"warm_start": "2 minutes"}, "Downpour.warm_start='2 minutes'"),
         ({"warm_start": -1}, "at least 0"),
-        ({"finish_alone": True}, "Downpour.finish_alone=True"),
-        ({"waves": 0}, "at least 1"),
-        ({"waves": 2}, "expected wave_every"),
+        ({"warm_start": True}, "Downpour.warm_start=True"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         gs.Downpour(**options)
-
-
-@dataclass(frozen=True)
-class DrivenRounds(gs.Synchronous):
-    """A strategy whose workers go through rounds together."""
-
-    async def drive(self, run: Participation) -> None:
-        await run.set_active_workers(1)
-
-
-@dataclass(frozen=True)
-class DrivenClocks(gs.SSP):
-    """A strategy whose workers wait for one another's clocks."""
-
-    async def drive(self, run: Participation) -> None:
-        await run.set_active_workers(1)
-
-
-def test_clocks_are_not_driven() -> None:
-    with pytest.raises(ConfigError, match="clocks do not advance"):
-        tokens(DrivenClocks())
-
-
-def test_rounds_are_not_driven() -> None:
-    with pytest.raises(ConfigError, match="go through rounds together"):
-        tokens(DrivenRounds())
-
-
-@dataclass(frozen=True)
-class DrivenGroup(gs.AllReduce):
-    """A strategy without servers, which alone call `drive`."""
-
-    async def drive(self, run: Participation) -> None:
-        await run.set_active_workers(1)
-
-
-def test_hooks_that_no_server_would_call_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"DrivenGroup has drive\(\), which only servers call"):
-        tokens(DrivenGroup())
