@@ -38,7 +38,7 @@ class Nodes(Lead):
             newcomers: the shards that are about to replace them; None if there are none.
             handing_over: whether the newcomers get the parameters now: nothing is updated meanwhile.
             absent: names of the nodes that were missing when the run came to a boundary.
-            gone: the same for the boundary before, and nodes that may come later: the beginning does not wait for these.
+            gone: the same of the last boundary, and nodes that may come later: the beginning does not wait for these.
             revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
             epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each
                 loss, each worker that joins later, and each group that has failed without a loss.
