@@ -6,10 +6,8 @@ import dataclasses
 import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -92,15 +90,9 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    modules: dict[str, dict[str, Any]] = {
-        "gradstream.job.files": {"load_job": recorder.load_job},
-        "gradstream._train": {"train": recorder},
-        "gradstream._simulate": {"simulate": recorder},
-    }
-    for name, members in modules.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("gradstream.job.files.load_job", recorder.load_job)
+    monkeypatch.setattr("gradstream._train.train", recorder)
+    monkeypatch.setattr("gradstream._simulate.simulate", recorder)
     return recorder
 
 
@@ -169,7 +161,7 @@ def test_learning_rate_of_a_given_optimizer(recorder: Recorder, monkeypatch: pyt
     call("train", "job.py", "--optimizer", "adam", "--lr", "0.5")
     assert recorder.job.optimizer == Adam(lr=0.5)
     job = a_job(optimizer=SGD(lr=0.1, momentum=0.9))
-    monkeypatch.setattr(sys.modules["gradstream.job.files"], "load_job", lambda spec, **_: job)
+    monkeypatch.setattr("gradstream.job.files.load_job", lambda spec, **_: job)
     call("train", "job.py", "--lr", "0.5")
     assert recorder.job.optimizer == SGD(lr=0.5, momentum=0.9)
 

@@ -31,19 +31,13 @@ class Codec(Protocol):
     """Encodes flat float32 tensors. A codec is a frozen dataclass of its options.
 
     Attributes:
-        linear: encoded tensors of equal seed have the same elements in the same scale, so that an allreduce can sum
-            them. Those of other codecs are gathered and decoded separately.
         unbiased: the decoded tensor equals the original in the mean over all seeds.
-        dense: it has a code for each element, so that a sum of decoded tensors can be encoded again. False for codecs
-            that do not define it.
+        dense: it has a code for each element, so that a sum of decoded tensors can be encoded again. This decides how
+            sums of three workers or more travel in a group: see `worker.group.coded_sums`. False for codecs that do
+            not define it.
         state_names: vectors that the sender keeps from one tensor to the next, zero at the start, each as long as the
             tensor. `encode` changes them.
     """
-
-    @property
-    def linear(self) -> bool:
-        """See above."""
-        ...
 
     @property
     def unbiased(self) -> bool:
@@ -87,7 +81,6 @@ class BuiltIn:
 
     __slots__ = ()
 
-    linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     dense: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = ()

@@ -36,7 +36,6 @@ class Cast(BuiltIn):
         tensor([1., 1.])
     """
 
-    linear: ClassVar[bool] = True
     dense: ClassVar[bool] = True
 
     dtype: str = "bfloat16"

@@ -55,7 +55,6 @@ class ErrorFeedback:
         (tensor([0., 4.]), tensor([3., 0.]))
     """
 
-    linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     state_names: ClassVar[tuple[str, ...]] = (RESIDUAL,)  # e
 

@@ -134,7 +134,6 @@ class RandomK:
         Stich, Cordonnier, Jaggi, Sparsified SGD with memory, 2018. There, the k places are drawn from all.
     """
 
-    linear: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
 
     density: float = 0.01
