@@ -35,10 +35,10 @@ def recovery_table(record: Mapping[str, Any]) -> str:
             found = pieces[piece]["figures"].get(name) if piece in pieces else None
             if found is not None:
                 digits = 0 if name == "steps_meanwhile" else 2
-                numbers = [f"{found[part]:,.{digits}f}" for part in ("p50", "p90", "p99", "largest")]
-                rows.append([title, who, *numbers, f"{found['n']}"])
+                numbers = [f"{found[part]:,.{digits}f}" for part in ("p50", "p90", "largest")]
+                rows.append([title, who, *numbers])
             elif piece in pieces and pieces[piece]["ended"]:
-                rows.append([title, who, "the run ends", "", "", "", f"{pieces[piece]['strikes']}"])
+                rows.append([title, who, "the run ends", "", ""])
     load = [pieces[piece][when] for piece in pieces for when in ("load_before", "load_after")]
     state = (
         f"Seconds, {record['date'][:10]}, on {record['machine']['cores']} cores of an {record['machine']['processor']} "
@@ -51,7 +51,7 @@ def recovery_table(record: Mapping[str, Any]) -> str:
             f"{hog['load_after']:.0f} and a lease of {hog['lease_s']:g} s, a run of {hog['seconds']:.0f} s lost "
             f"{len(hog['false_evictions'])} of its nodes."
         )
-    return f"{table(['after a kill', '', 'p50', 'p90', 'p99', 'largest', 'n'], rows)}\n\n{state}"
+    return f"{table(['after a kill', '', 'p50', 'p90', 'largest'], rows)}\n\n{state}"
 
 
 def storm_table(record: Mapping[str, Any]) -> str:

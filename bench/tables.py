@@ -7,7 +7,7 @@ After a measurement. Words around a table are not rewritten: read them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from common import ROOT, Places, Record, command_line, put, recorded, table, where
@@ -124,16 +124,12 @@ def network(record: Record) -> str:
 
 PROBLEMS = {"sparse": "of 2²⁰", "sparser": "of 2²⁴", "dense": "dense"}
 UPDATES = ("plain", "atomic", "lock", "short_lock", "component_locks", "round_robin")
-OTHERS = ("lock", "short_lock", "round_robin")
 
 
 def hogwild() -> Places:
     """Updates a second, and what `plain` by two makes of others."""
     record = recorded("hogwild/latest")
-    return {
-        "updates": f"{updates(record)}\n\nMedians of {record['rounds']} rounds, {where(record)}.",
-        "of-others": of_others({"": record, ", earlier": recorded("hogwild/earlier")}),
-    }
+    return {"updates": f"{updates(record)}\n\nMedians of {record['rounds']} rounds, {where(record)}."}
 
 
 def updates(record: Record) -> str:
@@ -152,18 +148,6 @@ def updates(record: Record) -> str:
     sklearn = [cell for problem in PROBLEMS for cell in (thousands(problem, "SGDClassifier"), "")]
     rows.append(["`SGDClassifier`", *sklearn])
     return table(["", *(cell for title in PROBLEMS.values() for cell in (f"{title}: 1, 2", ""))], rows)
-
-
-def of_others(records: Mapping[str, Record]) -> str:
-    """What `plain` by two processes makes of one process, and of two with other updates."""
-    rows = []
-    for when, record in records.items():
-        ratios = {"`plain` by one": "plain, 2 processes / 1"}
-        ratios |= {f"`{other}`": f"plain / {other}, 2 processes each" for other in OTHERS}
-        for title, ratio in ratios.items():
-            found = (record[problem]["ratios"][ratio] for problem in PROBLEMS)
-            rows.append([f"{title}{when}", *(f"{value:.2f}" for value in found)])
-    return table(["`plain` by two over", *PROBLEMS.values()], rows)
 
 
 # ---- shards on machines of their own -------------------------------------------------------------
@@ -198,34 +182,9 @@ def shards_apart() -> Places:
     return {"shards-apart": f"{table(head, rows)}\n\n{state}"}
 
 
-ROWS = {
-    "plain": "plain loop, 2 threads",
-    "side-by-side": "two loops side by side that exchange nothing",
-    "allreduce": "`allreduce`, 2 × 256 a round",
-    "synchronous": "`synchronous`, 2 × 256 a round",
-    "allreduce-half": "`allreduce`, 2 × 128 a round (the plain loop's batch)",
-    "synchronous-half": "`synchronous`, 2 × 128 a round",
-    "downpour-10": "`downpour`, period 10",
-    "downpour-1": "`downpour`, period 1",
-}
-
-
 def caltech() -> Places:
-    """The smaller dense network on this machine, and the large one on four of them."""
-    small, four = recorded("caltech101/small, seed 0"), recorded("four_machines")
-    plain = small["rows"]["plain"]["samples_per_s"]
-    rows = [
-        [
-            title,
-            f"{row['samples_per_s']:,.0f}",
-            f"{row['samples_per_s'] / plain:.2f}",
-            f"{row['train_s']:.0f}",
-            f"{100 * row['accuracy']:.1f} %",
-        ]
-        for name, title in ROWS.items()
-        for row in [small["rows"][name]]
-    ]
-    head = ["10,805,651 parameters, batch 256", "samples/s", "of plain", "seconds", "test accuracy"]
+    """The large network on four machines."""
+    four = recorded("four_machines")
     asked = four["asked"]
     said = (
         f"{asked['epochs']} epochs on {asked['machines']} machines, each with a worker and a shard, cards of "
@@ -235,7 +194,6 @@ def caltech() -> Places:
         f"The machines share two cores; {where(four)}."
     )
     return {
-        "caltech-small": f"{table(head, rows)}\n\nOne run each {where(small)}.",
         "four-machines": said,
     }
 
@@ -286,17 +244,12 @@ def pipelines() -> Places:
     return {
         "idle": table(["", *(f"M = {count}" for count in counts)], idle),
         "accuracy": table(head, accuracy),
-        "stages": table(
-            ["", "seconds of a minibatch, divided by torch's"],
-            [[name, f"{row['ratio']:.2f}"] for name, row in recorded("pipeline-stages")["found"].items()],
-        ),
         "runs": table(
             [
                 "",
                 "ms of a minibatch",
                 "ms that the slower part computes",
                 "allowed time, divided by that of a minibatch",
-                "the same without the update",
                 "torch's time, divided by that of a minibatch",
             ],
             [
@@ -310,7 +263,6 @@ def pipelines() -> Places:
                 "ms of a minibatch",
                 "ms that the slower part computes",
                 "allowed time, divided by that of a minibatch",
-                "the same without the update",
                 "torch's time, divided by that of a minibatch",
             ],
             [
@@ -323,7 +275,7 @@ def pipelines() -> Places:
 
 def _pipeline_row(name: str, row: dict[str, float]) -> list[str]:
     milliseconds = [f"{1e3 * row[key]:.0f}" for key in ("minibatch_s", "slowest_s")]
-    return [name, *milliseconds, *(f"{row[key]:.2f}" for key in ("share", "share_of_passes", "torch_ratio"))]
+    return [name, *milliseconds, *(f"{row[key]:.2f}" for key in ("share", "torch_ratio"))]
 
 
 # ---- codecs --------------------------------------------------------------------------------------

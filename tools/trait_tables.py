@@ -3,7 +3,7 @@
     python tools/trait_tables.py           # writes them; `check_docs.py` fails where one is not up to date
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. A cell is "yes", or the number of the reason
-below the table: the words with which a job is refused. The page of a strategy has its row in a comment below its title.
+below the table, as a job is refused with it. The page of a strategy has its row in a comment below its title.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def table(columns: Mapping[str, Sequence[str]]) -> str:
             if rule is None:
                 cells.append("yes")
                 continue
-            reason = rule.reason(Shown())
+            reason = rule.why.format_map(Shown())
             cells.append(f"no ({reasons.setdefault(reason, len(reasons) + 1)})")
         rows.setdefault(tuple(cells), []).append(label)
     head = ["", *columns]

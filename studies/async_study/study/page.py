@@ -15,8 +15,6 @@ from study.scenes import BATCH_COUNTS
 Found = Mapping[str, Any]
 Units = Mapping[str, Found]
 OWN: Mapping[str, tuple[str, ...]] = {
-    "allreduce": ("allreduce", "synchronous"),
-    "asysg": ("softsync-30",),
     "dc-asgd": ("dc-asgd", "dc-asgd-a", "downpour"),
     "diloco": ("diloco", "averaging"),
     "downpour": ("downpour", "downpour-adagrad", "downpour-momentum"),
@@ -24,7 +22,6 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "parameter-averaging": ("averaging", "one-shot", "diloco"),
     "softsync": tuple(f"softsync-{splits}{rule}" for splits in (1, 15, 30) for rule in ("", "-aware")),
     "ssp": ("ssp", "downpour"),
-    "staleness-aware": ("softsync-30-aware", "softsync-30"),
     "synchronous": ("synchronous", "synchronous-momentum", "allreduce"),
 }
 """By page of a strategy, methods that it shows."""
