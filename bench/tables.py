@@ -204,7 +204,7 @@ def scaling() -> Places:
 
 
 def pipelines() -> Places:
-    """Idle time, computed here on virtual time; accuracy and what was held, from the record."""
+    """Idle time, computed here on virtual time; accuracy, from the record."""
     counts, parts = (1, 4, 8, 16, 32), 4
     idle = []
     for name, rounds in (
@@ -233,14 +233,8 @@ def pipelines() -> Places:
     record, accuracy = recorded("pipeline_accuracy"), []
     for name, row in record["found"].items():
         means = [f"{one['mean']:.1f} ± {one['sd']:.1f}" for one in row["rates"].values()]
-        held = (", ".join(map(str, row[key])) for key in ("activations", "versions"))
-        accuracy.append([name, *means, *held])
-    head = [
-        "",
-        *(f"accuracy in %, lr {lr}" for lr in record["found"]["gpipe"]["rates"]),
-        "micro-batches in flight",
-        "versions of weights",
-    ]
+        accuracy.append([name, *means])
+    head = ["", *(f"accuracy in %, lr {lr}" for lr in record["found"]["gpipe"]["rates"])]
     return {
         "idle": table(["", *(f"M = {count}" for count in counts)], idle),
         "accuracy": table(head, accuracy),
@@ -255,19 +249,6 @@ def pipelines() -> Places:
             [
                 _pipeline_row(name, row)
                 for name, row in recorded("pipeline-runs/256 samples")["found"].items()
-            ],
-        ),
-        "long-runs": table(
-            [
-                "1,024 samples",
-                "ms of a minibatch",
-                "ms that the slower part computes",
-                "allowed time, divided by that of a minibatch",
-                "torch's time, divided by that of a minibatch",
-            ],
-            [
-                _pipeline_row(name, row)
-                for name, row in recorded("pipeline-runs/1024 samples")["found"].items()
             ],
         ),
     }
