@@ -177,6 +177,7 @@ async def ask(
     step: int | None = None,
     fixed: bool = False,
     last: bool = False,
+    besides_bytes: int = 0,
     silence_s: float = 30.0,
 ) -> OwnState:
     """Asks a worker for its own state, or for the frozen parameters of its model.
@@ -188,13 +189,14 @@ async def ask(
         step: asks for the state after this many steps, if the worker still has it; None for the current one.
         fixed: whether to ask for the frozen parameters.
         last: whether to ask for the state after the worker's last minibatch, which it may still be about to finish.
+        besides_bytes: size of what the caller holds besides `expected`, such as the parameters that a loop begins with.
         silence_s: seconds of silence of the worker after which DeadlineError is raised.
 
     Raises:
         PeerLostError, DeadlineError: the worker is gone, or silent.
         RefusedError: the answer has other frozen parameters, or too many bytes.
     """
-    known_bytes = sum(spec.size_bytes for spec in expected)
+    known_bytes = besides_bytes + sum(spec.size_bytes for spec in expected)
     limit_bytes = HEADER_BYTES + (known_bytes * EXTRA_FACTOR if fixed else known_bytes + GROWTH_BYTES)
     request = FIXED if fixed else LAST if last else b"" if step is None else str(step).encode()
     data = await receive_file(endpoint, worker, METHOD, request, limit_bytes, silence_s)

@@ -63,6 +63,11 @@ class LossTolerance:
         """Whether a new process can take the place of a lost worker."""
         return not self.obstacle
 
+    @property
+    def regroups_after_loss(self) -> bool:
+        """Whether the others form their group again when one of them is lost."""
+        return self.regroups and (self.stands_in or self.skips_lost)
+
 
 @dataclass
 class Boundary:

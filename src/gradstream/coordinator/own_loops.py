@@ -12,7 +12,7 @@ from gradstream.coordinator.lead import WORKERS, Instruction, Lead, Refuse, impo
 from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.progress import MAX_COUNT
 from gradstream.data.ledger import Ledger
-from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.open_ledger import Left, OpenLedger
 from gradstream.data.reassignment import Epoch
 from gradstream.wire import v1
 
@@ -57,7 +57,12 @@ class OwnLoops(Lead):
         if isinstance(request, v1.TakeOver):
             self.check(node, "begun", request.epoch)
             self._check_take_over(node.name, request)
-        elif max(request.batches, request.samples, request.round) > MAX_COUNT:
+        elif any(rank >= self._num_workers for rank in request.left):
+            raise impossible(
+                node.name,
+                f"minibatches left by workers {sorted(request.left)[:8]}; expected ranks below {self._num_workers}",
+            )
+        elif max(request.batches, request.samples, request.round, *request.left.values()) > MAX_COUNT:
             raise impossible(
                 node.name,
                 f"an end in round {request.round}, after {request.batches} minibatches of {request.samples} samples; "
@@ -92,7 +97,8 @@ class OwnLoops(Lead):
             what = "has run out of data" if isinstance(request, v1.Ending) else "takes minibatches over"
             return Refuse(v1.BAD_REQUEST, f"{node.name} {what} in a run whose minibatches are planned")
         if isinstance(request, v1.Ending):
-            over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
+            left = Left(request.left, request.own_data) if request.HasField("own_data") else None
+            over = self._ledger.ended(node.rank, request.batches, request.samples, request.round, left)
             return None if over is None and not self._life.over else v1.Ended(over=bool(over))
         block = self._ledger.reassignment.take(
             node.rank,

@@ -86,7 +86,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
     """Makes the leads of a run."""
     started, losses, ledger, test = plan.started, plan.losses, plan.ledger, plan.variance_test
     planned = isinstance(ledger, Ledger)
-    alike = losses.regroups and losses.stands_in
+    alike = losses.regroups_after_loss
     nodes = Nodes(started.workers, started.servers, plan.parts, plan.boundary.before, alike=alike)
     admission = Admission(nodes, plan.resume)
     progress = SampleProgress(ledger, started.num_samples, plan.resume, in_rounds=started.in_rounds)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradstream.data.base import BatchRef, DataProgress
 from gradstream.data.leases import Receipts
@@ -38,6 +39,18 @@ class LoopSequence(Receipts):
     def accounted(self) -> bool:
         """Whether nothing more is expected of the worker."""
         return self.lost or (self.total is not None and self.low >= self.total)
+
+
+class Left(NamedTuple):
+    """What lost workers had left of the data, as far as a loop in rounds knows.
+
+    Args:
+        batches: by rank of a lost worker, the minibatches of its loaders that no worker computed.
+        own_data: some minibatches came from no loader that is shared out, so `batches` is not all.
+    """
+
+    batches: Mapping[int, int]
+    own_data: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,7 @@ class OpenLedger:
     num_epochs = 1
     """The ledger sees the run as one data epoch; a loop counts its own epochs."""
 
-    KEPT = ("_sequences", "_dropped", "_last_round")
+    KEPT = ("_sequences", "_dropped", "_last_round", "_left", "_own_data")
     """See `coordinator.durable.state`."""
 
     def __init__(self, num_workers: int, *, rounds: bool, first: int = 0) -> None:
@@ -87,6 +100,8 @@ class OpenLedger:
         ] = {}  # by rank of a lost worker and shard: gradients that it has
         self._twice: dict[int, int] = {}  # by rank
         self._last_round = -1  # the last round to which a worker without data was told
+        self._left: dict[int, int] = {}  # by rank of a lost worker, in rounds
+        self._own_data: bool | None = None  # None: no worker knows what is left
 
     num_complete = 0
     """It is unknown when the epoch is complete until the run is over."""
@@ -110,7 +125,9 @@ class OpenLedger:
         """Whether every worker is without data, and each of its minibatches has a receipt."""
         return all(sequence.accounted for sequence in self._sequences)
 
-    def ended(self, rank: int, batches: int, samples: int, next_round: int) -> bool | None:
+    def ended(
+        self, rank: int, batches: int, samples: int, next_round: int, left: Left | None = None
+    ) -> bool | None:
         """Notes that a worker is without data.
 
         Args:
@@ -118,6 +135,7 @@ class OpenLedger:
             batches: number of its minibatches.
             samples: number of its samples.
             next_round: the next round in which it could take part, without samples.
+            left: what lost workers had left, which all workers in rounds know alike.
 
         Returns:
             Whether the run is over for it. False: it takes part in `next_round`. None: it waits for others.
@@ -125,6 +143,8 @@ class OpenLedger:
         sequence = self._sequences[rank]
         sequence.total, sequence.samples = batches, samples
         self.reassignment.ended(rank, batches)
+        if left is not None:
+            self._left, self._own_data = dict(left.batches), left.own_data
         if not self._rounds:
             return True if self.finished else None
         everybody = all(sequence.lost or sequence.total is not None for sequence in self._sequences)
@@ -189,10 +209,12 @@ class OpenLedger:
                 self._twice[rank] = self._twice.get(rank, 0) + 1
 
     def losses(self) -> list[LostSamples]:
-        """The samples of lost workers that had not finished their parts; none in rounds."""
-        if self._rounds:
-            return []
+        """The samples of lost workers that had not finished their parts; none in rounds of which no loop knows that."""
         lost = [(rank, sequence) for rank, sequence in enumerate(self._sequences) if sequence.lost]
+        if self._rounds:
+            known = [] if self._own_data is None else lost
+            missing = {rank: None if self._own_data else self._left.get(rank, 0) for rank, _ in known}
+            return [LostSamples(rank, sequence.count, missing[rank]) for rank, sequence in known]
         return [
             LostSamples(rank, sequence.count, self.reassignment.missing(rank), self._twice.get(rank, 0))
             for rank, sequence in lost

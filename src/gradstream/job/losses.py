@@ -1,7 +1,9 @@
 """`losses_of`: what becomes of a run when a worker dies, decided in one place.
 
 the others go on without it        as the strategy says; in rounds only where others stand in for it, or where workers
-                                   exchange in pairs: its part is skipped until a new process takes its place
+                                   exchange in pairs: its part is skipped until a new process takes its place.
+                                   In a group, the user's own loops redo the round without it, and share out what its
+                                   loaders had left
 a new process takes its place      unless a rule of `traits.txt` forbids a replacement
 until then others stand in for it  in rounds, where a new process may come
 its torn pushes are redone         otherwise, where it pushed gradients to servers and a new process may come;
@@ -30,6 +32,9 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
     served, rounds = plan.served, plan.strategy.partitioning == "rounds"
     pairs = isinstance(plan.strategy, PeerStrategy)
     why_not = obstacle("replacement", plan.traits)
+    grouped = isinstance(plan.strategy, GroupStrategy)
+    theirs = {name: text for name, text in plan.traits.items() if name != "own loop"}
+    loops_go_on = grouped and plan.traits != theirs and not obstacle("replacement", theirs)
     redoes = (
         served is not None
         and served.pushes == "gradients"
@@ -37,7 +42,9 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         and plan.workers > 1
     )
     return LossTolerance(
-        survives_worker_loss=not why_not if rounds and not pairs else plan.strategy.survives_worker_loss,
+        survives_worker_loss=not why_not or loops_go_on
+        if rounds and not pairs
+        else plan.strategy.survives_worker_loss,
         quorum=None if served is None else served.quorum(plan.workers),
         allow_lost=plan.job.allow_lost,
         # A trial of a line search may land where the loss has no value, on all portions of a worker.
@@ -45,10 +52,10 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         obstacle=why_not,
         redoes=redoes and not why_not,
         stands_in=rounds and not why_not and not pairs,
-        skips_lost=pairs,
+        skips_lost=pairs or loops_go_on,
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.job.acknowledge,
-        regroups=isinstance(plan.strategy, GroupStrategy),
+        regroups=grouped,
     )
 
 

@@ -143,16 +143,19 @@ class ReplicaAgreement:
     ) -> torch.Tensor:
         """Averages a vector over all workers, in a round that belongs to no step."""
         checks = [MARK + number, step, *fixed]
-        into = self._bridge.open(1, silent=True)
-        for tensor, (start, stop) in zip(tensors, self._vector.bounds, strict=True):
-            if tensor is None:
-                into[start:stop].zero_()
-            else:
-                into[start:stop].copy_(tensor.detach().flatten())
         none = [0.0] * len(self._wrapped.parameters)
         flags = [none, [float(index in far) for index in range(len(none))], none]
-        self._vector.finish(into, flags, checks)
-        mean = self._bridge.exchange(math.nan)
+
+        def write(into: torch.Tensor) -> None:
+            for tensor, (start, stop) in zip(tensors, self._vector.bounds, strict=True):
+                if tensor is None:
+                    into[start:stop].zero_()
+                else:
+                    into[start:stop].copy_(tensor.detach().flatten())
+            self._vector.finish(into, flags, checks)
+
+        write(self._bridge.open(1, silent=True))
+        mean = self._bridge.exchange(math.nan, write)
         if differing := self._vector.differing(mean, checks):
             what = (
                 "a parameter that was frozen at session.wrap"
@@ -285,7 +288,13 @@ class GradientRounds:
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
 
     def exchange(
-        self, gradient: torch.Tensor, fired: set[int], broken: set[int], present: set[int], scale: float
+        self,
+        gradient: torch.Tensor,
+        fired: set[int],
+        broken: set[int],
+        present: set[int],
+        scale: float,
+        rewrite: Callable[[torch.Tensor], None],
     ) -> RoundResult | None:
         """Submits the filled vector of the open round and waits for the result.
 
@@ -293,6 +302,7 @@ class GradientRounds:
             gradient: the vector (E,) of the open round.
             fired, broken, present: this worker's flags, as indices of parameters.
             scale: factor by which this worker has multiplied its gradients.
+            rewrite: writes the gradients again, into another vector (E,): see `LoopBridge.exchange`.
 
         Returns:
             The result; None if no worker has samples.
@@ -305,7 +315,12 @@ class GradientRounds:
         checks = [self._rounds, self.steps, 0, 0]
         flags = [[float(index in flagged) for index in range(total)] for flagged in (fired, broken, present)]
         vector.finish(gradient, flags, checks, scale, digest)
-        mean = self._bridge.exchange(self._loss())
+
+        def write(into: torch.Tensor) -> None:
+            rewrite(into)
+            vector.finish(into, flags, checks, scale, digest)
+
+        mean = self._bridge.exchange(self._loss(), write)
         if not self._bridge.round_samples and vector.differing(mean, [self._rounds - 1]) == []:
             self._rounds += 1
             return None  # the vector is still the mean of the previous round
@@ -328,9 +343,13 @@ class GradientRounds:
 
     def _others_train(self) -> bool:
         """Whether another worker still makes rounds, found by a round to which this worker adds no samples."""
-        into, none = self._bridge.open(0, silent=True), [0.0] * len(self._wrapped.parameters)
-        self._vector.finish(into.zero_(), [none, none, none], [self._rounds, self.steps, 0, 0])
-        mean = self._bridge.exchange(math.nan)  # the previous mean if no worker has samples
+        none = [0.0] * len(self._wrapped.parameters)
+
+        def write(into: torch.Tensor) -> None:
+            self._vector.finish(into.zero_(), [none, none, none], [self._rounds, self.steps, 0, 0])
+
+        write(self._bridge.open(0, silent=True))
+        mean = self._bridge.exchange(math.nan, write)  # the previous mean if no worker has samples
         return not self._vector.differing(mean, [self._rounds])
 
     def exchange_late(self, indices: Sequence[int], scale: float) -> LateGradients:
@@ -364,12 +383,21 @@ class GradientRounds:
         broken: set[int] = set()
         for start in range(0, total, room):
             piece = flat[start : start + room]
-            gradient = self._bridge.open(self._bridge.round_samples, silent=True)
-            gradient[: len(piece)] = piece
             checks = [self._rounds, self.steps, start // room, total]
             flags = [float(index in own_broken) for index in range(len(parameters))]
-            self._vector.finish(gradient, [[0.0] * len(flags), flags, [0.0] * len(flags)], checks, scale)
-            mean = self._bridge.exchange(self._loss())
+            all_flags = [[0.0] * len(flags), flags, [0.0] * len(flags)]
+
+            def write(
+                into: torch.Tensor,
+                piece: torch.Tensor = piece,
+                checks: Sequence[int] = checks,
+                all_flags: Sequence[Sequence[float]] = all_flags,
+            ) -> None:
+                into[: len(piece)] = piece
+                self._vector.finish(into, all_flags, checks, scale)
+
+            write(self._bridge.open(self._bridge.round_samples, silent=True))
+            mean = self._bridge.exchange(self._loss(), write)
             if self._vector.differing(mean, checks):
                 raise self._out_of_step()
             broken |= self._vector.broken(mean)

@@ -196,9 +196,12 @@ class ArrayGradients:
 
     def synchronize(self, bridge: LoopBridge) -> None:
         """Waits for all workers, by a round without a gradient."""
-        vector = bridge.open(1, silent=True).zero_()
-        self._vector.finish(vector, [[0.0], [0.0], [0.0]], [0, 0, 0, 0])
-        bridge.exchange(math.nan)
+
+        def write(vector: torch.Tensor) -> None:
+            self._vector.finish(vector.zero_(), [[0.0], [0.0], [0.0]], [0, 0, 0, 0])
+
+        write(bridge.open(1, silent=True))
+        bridge.exchange(math.nan, write)
 
     def step(
         self, bridge: LoopBridge, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float
@@ -213,15 +216,19 @@ class ArrayGradients:
         arrays.check(parameters)
         arrays.set_gradients(gradients)
         count, scale = whole(samples)
-        vector = bridge.open(count)
-        arrays.copy_gradient(vector[:elems])
-        broken = bool(count) and not finite(vector[:elems])
-        if broken or not count:
-            vector.zero_()
-        vector[:elems] *= scale
         checks = [self._updates.steps, 0, 0, 0]
-        self._vector.finish(vector, [[1.0], [float(broken)], [1.0]], checks, scale)
-        mean = bridge.exchange(math.nan)
+
+        def write(vector: torch.Tensor) -> bool:
+            arrays.copy_gradient(vector[:elems])
+            broken = bool(count) and not finite(vector[:elems])
+            if broken or not count:
+                vector.zero_()
+            vector[:elems] *= scale
+            self._vector.finish(vector, [[1.0], [float(broken)], [1.0]], checks, scale)
+            return broken
+
+        broken = write(bridge.open(count))
+        mean = bridge.exchange(math.nan, write)
         if self._vector.broken(mean):
             raise GradientError(
                 f"session.exchange, step {checks[0]}: {'this' if broken else 'another'} worker's gradient has "

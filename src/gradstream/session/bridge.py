@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from gradstream.data.open_ledger import Left
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import ClosedError, ConfigError, UserCodeError
 from gradstream.model.buffers import Buffers
@@ -143,6 +144,10 @@ class ResumePoint:
 T = TypeVar("T")
 
 
+def _nothing(gradient: torch.Tensor) -> None:
+    """The binding has written all."""
+
+
 class LoopBridge:
     """Implements `worker.loop.Loop` for a loop that runs in another thread.
 
@@ -158,6 +163,7 @@ class LoopBridge:
     Attributes:
         ended: whether the user's loop has ended well.
         visible: the parameters (E,) that the user sees; None before the first turn.
+        find_left: returns what `left` is.
         counts: numbers of gradients, samples and steps that the loop has submitted.
     """
 
@@ -174,6 +180,9 @@ class LoopBridge:
         self.ended = False
         self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
+        self.find_left: Callable[[], Left | None] = lambda: None
+        self._members: Sequence[int] | None = None  # ranks of the workers that take part in rounds
+        self._lost: dict[int, int] = {}  # by rank, the first round without it
         self._binding = binding
         self._log = log
         self._on_step = on_step
@@ -183,6 +192,7 @@ class LoopBridge:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._turn = Turn(0, 0.0, math.nan)  # the user's current turn, or the last one
         self._round: Round | None = None  # the worker's round for that turn
+        self._rewrite: Callable[[torch.Tensor], object] = _nothing  # writes the round's vector again
         self._worker_end: BaseException | bool = (
             False  # the error that ended the worker; True: it ended without one
         )
@@ -279,6 +289,31 @@ class LoopBridge:
             self._binding.copy_gradient(current.gradient)
             return self._turn
 
+    def again(self, current: Round) -> Turn:
+        """Writes the loop's contribution once more: see `Loop.again`. The user's thread waits for its exchange."""
+        with self._condition:
+            self._round = current
+            current.known(self._turn)
+            self._binding.copy_gradient(current.gradient)
+            self._rewrite(current.gradient)
+            return self._turn
+
+    @property
+    def left(self) -> Left | None:
+        """See `Loop.left`."""
+        return self.find_left()
+
+    def members(self, ranks: Sequence[int], number: int) -> None:
+        """See `Loop.members`. The user's thread waits."""
+        before = self._members or ()
+        self._members = ranks
+        self._lost |= {rank: number for rank in before if rank not in ranks}
+
+    def lost(self, num_workers: int) -> dict[int, int]:
+        """By rank of each lost worker, of so many, the first round that was made without it."""
+        there = range(num_workers) if self._members is None else self._members
+        return {rank: self._lost.get(rank, 0) for rank in range(num_workers) if rank not in there}
+
     def logged(self) -> Iterable[LogEvent]:
         """See `Loop.logged`."""
         return () if self._log is None else self._log.take()
@@ -373,14 +408,19 @@ class LoopBridge:
         assert self._round is not None
         self._round.report(elems)
 
-    def exchange(self, loss: float) -> torch.Tensor:
+    def exchange(self, loss: float, rewrite: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """Submits the filled vector and waits for the mean (E,), which stays valid until the next `open`.
+
+        Args:
+            loss: mean loss over the round's samples, NaN where unknown.
+            rewrite: writes the whole vector (E,) once more, into other memory. It is called by another thread during
+                this call, if a worker is lost: sums are made in place, so what was written is gone.
 
         Raises:
             ClosedError, GradstreamError: see `step`.
         """
         with self._condition:
-            self._turn = replace(self._turn, loss=loss)
+            self._turn, self._rewrite = replace(self._turn, loss=loss), rewrite
             self.counts.hand_over(self._turn.samples, silent=self._turn.silent)
             self._pass_to("worker")
             self._wait()

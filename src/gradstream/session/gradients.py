@@ -255,6 +255,13 @@ class GradientReducer:
             gradient = self._wrapped.parameters[index].grad
             self._writer.write(index, gradient if self._bridge.round_samples else None)
 
+    def _write_again(self, into: torch.Tensor) -> None:
+        """Writes the gradients of the round into another vector: those of this worker, until the mean is there."""
+        self._writer.begin(into, self._writer.scale)
+        for index in range(len(self._bounds)):
+            self._write(index)
+        self._writer.finish()
+
     def _end(self, *, by_hand: bool = False) -> None:
         """Ends the round: writes the missing gradients, and replaces all by their means.
 
@@ -282,7 +289,8 @@ class GradientReducer:
         present, own_broken = states.present(), self._writer.broken
         fired = states.fired & present  # the loop may have removed an accumulated gradient
         states.own_not_finite |= own_broken
-        result = self._rounds.exchange(gradient, fired, own_broken, present, self._writer.scale)
+        scale = self._writer.scale
+        result = self._rounds.exchange(gradient, fired, own_broken, present, scale, self._write_again)
         if result is None:
             for index in fired:
                 self._set_gradient(index, torch.zeros_like(parameters[index]), False)

@@ -24,7 +24,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
-from gradstream.session.loaders_part import EpochSteps, LoaderPart, TakeoverOrder, is_divided, length_of
+from gradstream.session.deals import EpochDeal, Part
+from gradstream.session.loaders_part import (
+    EpochSteps,
+    LoaderPart,
+    Takeover,
+    TakeoverOrder,
+    is_divided,
+    length_of,
+)
 
 # ---- loaders draw ------------------------------------------------------------------------
 # Random numbers that are equal on all workers while a DataLoader draws its order.
@@ -165,7 +173,7 @@ class ShardedBatchSampler:
         sizes = [1 if (size := self._size(batch)) is None else size for batch in order]
         return [sum(size > rank for size in sizes) for rank in range(part.world_size)]
 
-    def part_of(self, epoch: int, rank: int) -> list[tuple[Any, int | None]]:
+    def part_of(self, epoch: int, rank: int) -> Part:
         """A worker's minibatches in an epoch of `orders`, each with its counted samples."""
         part = dataclasses.replace(self._part, rank=rank)
         return list(part.taken(self.orders[epoch], self._cut, self._size))
@@ -204,6 +212,11 @@ class ShardedLoader(DataLoader[Any]):
     _part: LoaderPart
     _number: int  # index among the loaders whose minibatches may be taken over, from 0
 
+    @property
+    def is_dealt(self) -> bool:
+        """Whether others can take over the minibatches of a lost worker. A sampler without length has no epochs."""
+        return self._part.takeover is not None and hasattr(self._index_sampler._batches, "__len__")
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         sampler: ShardedBatchSampler = self._index_sampler
         sampler.latest = None
@@ -234,7 +247,8 @@ class ShardedLoader(DataLoader[Any]):
     def _noted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
     ) -> Iterator[Any]:
-        takeover, steps = self._part.takeover if torch.is_grad_enabled() else None, None
+        takeover = self._part.takeover if torch.is_grad_enabled() else None
+        steps: EpochSteps | EpochDeal | None = None
         for batch in batches:
             epoch = sampler.latest if epoch is None else epoch
             if epoch is None or not epoch.counts:
@@ -244,7 +258,7 @@ class ShardedLoader(DataLoader[Any]):
                     "instead"
                 )
             if takeover is not None:
-                steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch))
+                steps = steps or self._epoch_of(takeover, epoch.epoch)
                 steps.next()
             samples = epoch.counts.popleft()
             self._part.note(length_of((batch,)) if samples is None else samples)
@@ -256,14 +270,18 @@ class ShardedLoader(DataLoader[Any]):
                 steps.used()
                 raise
 
-    def _taken_over(self, sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Any]:
+    def _epoch_of(self, takeover: Takeover, epoch: int) -> EpochSteps | EpochDeal:
+        if takeover.in_rounds:
+            part, sampler, before = self._part, self._index_sampler, takeover.deals.get(self._number)
+            deal = EpochDeal(epoch, before, takeover, part.rank, part.world_size, sampler.part_of)
+            takeover.deals[self._number] = deal
+            return deal
+        return EpochSteps(takeover, Epoch(self._number, epoch))
+
+    def _taken_over(self, sampler: ShardedBatchSampler, steps: EpochSteps | EpochDeal) -> Iterator[Any]:
         """Yields the minibatches that this worker takes over from lost workers, block by block."""
-        parts: dict[tuple[int, int], list[tuple[Any, int | None]]] = {}
-        while (block := steps.take(sampler.parts, sampler.orders)) is not None:
-            where = block.epoch.number, block.rank
-            if where not in parts:
-                parts[where] = sampler.part_of(*where)
-            chosen = parts[where][block.first : block.first + block.size]
+        blocks = _blocks(sampler, steps) if isinstance(steps, EpochSteps) else steps.rest()
+        for chosen in blocks:
             for batch, (_, samples) in zip(self._loaded([batch for batch, _ in chosen]), chosen, strict=True):
                 self._part.note(length_of((batch,)) if samples is None else samples)
                 yield batch
@@ -277,6 +295,15 @@ class ShardedLoader(DataLoader[Any]):
         made: ShardedLoader = object.__new__(type(self))
         vars(made).update(state)
         return super(ShardedLoader, made).__iter__()
+
+
+def _blocks(sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Part]:
+    parts: dict[tuple[int, int], Part] = {}
+    while (block := steps.take(sampler.parts, sampler.orders)) is not None:
+        where = block.epoch.number, block.rank
+        if where not in parts:
+            parts[where] = sampler.part_of(*where)
+        yield parts[where][block.first : block.first + block.size]
 
 
 class ShardedStream(DataLoader[Any]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.bridge import LoopBridge
+
+if TYPE_CHECKING:
+    from gradstream.session.deals import EpochDeal
 
 # ---- loaders takeover --------------------------------------------------------------------
 # Takes over a lost worker's minibatches of an epoch once a worker has finished its own part.
@@ -65,7 +68,7 @@ def _packed(batch: Any) -> Any:
 
 
 class Takeover:
-    """Lets a session's loaders take over minibatches of lost workers, as the coordinator assigns them.
+    """Lets a session's loaders take over minibatches of lost workers.
 
     Args:
         steps: returns the number of the loop's next step, or None while unknown. A resumed run begins at 0, and
@@ -73,10 +76,17 @@ class Takeover:
 
     Attributes:
         bridge: reaches the coordinator; None before the loop can make steps.
+        in_rounds: all loops make their rounds together, and deal out the minibatches themselves: see `deals`. Else the
+            coordinator assigns them.
+        deals: by number of a loader, its latest epoch.
+        own_data: the loop has used minibatches, or samples, of no loader of which others could take over the rest.
     """
 
     def __init__(self, steps: Callable[[], int | None]) -> None:
         self.steps = steps
+        self.in_rounds = False
+        self.own_data = False
+        self.deals: dict[int, EpochDeal] = {}
         self.bridge: LoopBridge | None = None
         self._num_loaders = 0
 

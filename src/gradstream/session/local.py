@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.model.base import Slot
@@ -43,6 +44,13 @@ class LocalModule(ModuleBinding):
         super().__init__(module, parameters)
         self._in_pairs = in_pairs
         self._begun = self._own = torch.empty(0)  # w and w_i
+        self._zeroing: list[RemovableHandle] = []
+
+    def repeats(self, repeated: bool) -> None:
+        """Sets the gradients of passes to zero while the loop has a minibatch that another one has as well."""
+        for hook in self._zeroing:
+            hook.remove()
+        self._zeroing = [p.register_hook(torch.zeros_like) for p in self._parameters if repeated]  # type: ignore[no-untyped-call]
 
     def check_unchanged(self, where: str) -> None:
         """Checks that the module still has its parameters; their values may change."""
@@ -113,7 +121,12 @@ class LocalArrays(ArrayBinding):
         super().__init__(arrays)
         self._rule = rule
         self._in_pairs = in_pairs
+        self._repeated = False
         self._updates = LocalUpdates()
+
+    def repeats(self, repeated: bool) -> None:
+        """As of `LocalModule`."""
+        self._repeated = repeated
 
     def check_unchanged(self, where: str) -> None:
         """Does nothing: changes by the script are part of w - w_i."""
@@ -133,6 +146,8 @@ class LocalArrays(ArrayBinding):
         """
         check_rule(rule, self._rule)
         self.check(parameters)
+        if self._repeated:
+            gradients = {name: np.zeros_like(gradient) for name, gradient in gradients.items()}
         self._updates.step(parameters, gradients, rule)
 
     def copy_gradient(self, gradient: torch.Tensor) -> None:
@@ -234,6 +249,10 @@ class LocalRound:
         alike = len(self._made) == self._optimizers and len(set(self._made.values())) == 1
         if self._is_full and alike:
             self._hand_over()
+
+    def repeats(self, repeated: bool) -> None:
+        """Notes whether the loop's minibatch repeats another, and is to change nothing."""
+        self._binding.repeats(repeated)
 
     def called(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Submits a full round: a model's next forward begins, so no other optimizer will make a step."""

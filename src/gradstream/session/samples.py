@@ -66,9 +66,14 @@ class SampleCount:
     taken from loaders of `shard`; the length of the model's inputs in training mode. A repeated minibatch, which only
     fills a round, counts 0. A minibatch that only an evaluation has used does not count. If the model was called only
     in evaluation mode, the script trains it in that mode, and those inputs count.
+
+    Attributes:
+        unseen: some pass was made with samples of no loader of `shard`.
     """
 
     def __init__(self) -> None:
+        self.unseen = False
+        self._has_loader = False
         self._taken: list[_Minibatch] = []  # not used by a training pass yet
         self._noted: list[_Minibatch] = []  # used for the next exchange
         self._current: _Minibatch | None = None  # the only minibatch of the last exchange, if it had one
@@ -159,8 +164,10 @@ class SampleCount:
         noted = [minibatch.samples for minibatch in self._noted]
         if noted:
             self._current = self._noted[0] if len(noted) == 1 else None
+            self._has_loader = True
         elif self._current is None or self._current.over:
             noted = [None]
+            self.unseen |= self._current is not None or not self._has_loader
         else:
             noted = [self._current.samples]
         said = self._set

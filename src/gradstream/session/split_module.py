@@ -353,7 +353,7 @@ class LoopSplit:
         silence_s = self._deadlines.silence_s
         link = PartLink(bridge, model, self._hook, names, self._dtype, seed=seed, silence_s=silence_s)
         bridge.open(1, silent=True).zero_()
-        bridge.exchange(math.nan)  # waits until all parts answer
+        bridge.exchange(math.nan, torch.Tensor.zero_)  # waits until all parts answer
         shapes = repr([(path, leaf.shape, leaf.dtype) for path, leaf in leaves_of(self._batch.inputs)])
         link.agree("split", model.whole.fingerprint % 2**32, zlib.crc32(shapes.encode()))
         self._build.state = link.first(self._build.state.double()).to(torch.uint8)

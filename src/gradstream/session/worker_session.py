@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
 from gradstream.job.plan import worker_name
 from gradstream.job.registry import find_strategy
@@ -31,7 +33,7 @@ from gradstream.session.bridge import LoopBridge, ResumePoint
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
-from gradstream.session.loaders import part_of
+from gradstream.session.loaders import ShardedLoader, part_of
 from gradstream.session.loaders_part import LoaderPart, Takeover
 from gradstream.session.local import LocalArrays, LocalModule, LocalRound
 from gradstream.session.log import SessionLog
@@ -42,7 +44,7 @@ from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
-from gradstream.strategies.base import PeerStrategy, Strategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy, Strategy
 
 # ---- early barrier -----------------------------------------------------------------------
 # `EarlyBarrier`: lets workers wait for one another before they join their run in `wrap`.
@@ -168,6 +170,7 @@ class WorkerSession(Session):
         self._resume_point = ResumePoint(place.steps_before())
         self._samples = SampleCount()
         self._takeover = Takeover(self._next_step)
+        self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
         self._reducer: GradientReducer | None = None
@@ -334,7 +337,7 @@ class WorkerSession(Session):
         assert self._connection.bridge is not None
         samples, _ = whole(self._taken_samples())
         self._connection.bridge.open(0 if self.rank else samples).zero_()
-        self._connection.bridge.exchange(self._log.step())
+        self._connection.bridge.exchange(self._log.step(), torch.Tensor.zero_)
 
     def _after_split_step(self, optimizer: TorchOptimizer, *_: Any) -> None:
         if self._split is not None and self._split.has_any(optimizer):
@@ -369,14 +372,25 @@ class WorkerSession(Session):
         if isinstance(data, tuple):
             return tuple(self.shard(item, split=split) for item in data)
         loader = object()  # identifies the loader that is made
-        note, over = (partial(call, loader=loader) for call in (self._samples.note, self._samples.over))
-        strategy = self._strategy
-        reassigns = strategy.survives_worker_loss and strategy.partitioning != "rounds"
+        note, over = (partial(call, loader=loader) for call in (self._note, self._samples.over))
+        strategy, in_group = self._strategy, isinstance(self._strategy, GroupStrategy)
+        reassigns = strategy.survives_worker_loss and (strategy.partitioning != "rounds" or in_group)
+        self._takeover.in_rounds = in_group
         takeover = self._takeover if reassigns else None
-        aligned = self._averages_gradients
+        aligned = self._averages_gradients or in_group
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
         part = LoaderPart(rank, workers, self._seed, split, note, aligned, over, takeover)
-        return part_of(data, part)
+        made = part_of(data, part)
+        if isinstance(made, ShardedLoader) and made.is_dealt:
+            self._dealt.add(loader)
+        return made
+
+    def _note(self, samples: int | None, loader: object) -> None:
+        """Notes that the loop takes a minibatch from a loader."""
+        self._samples.note(samples, loader)
+        self._takeover.own_data |= loader not in self._dealt and torch.is_grad_enabled()
+        if self._round is not None and torch.is_grad_enabled():
+            self._round.repeats(samples == 0)
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float | None = None
@@ -524,8 +538,17 @@ class WorkerSession(Session):
             counts_steps=self._strategy.local_rounds,
         )
         self._takeover.bridge = bridge
+        if isinstance(self._strategy, GroupStrategy):
+            bridge.find_left = self._left
         self._early_barrier.over()
         return bridge
+
+    def _left(self) -> Left:
+        """What lost workers had left of the data."""
+        batches: Counter[int] = Counter()
+        for deal in self._takeover.deals.values():
+            batches.update(deal.left())
+        return Left(batches, self._takeover.own_data or self._samples.unseen)
 
     def _step(self, lr: float, loss: float) -> None:
         samples, _ = whole(self._taken_samples())

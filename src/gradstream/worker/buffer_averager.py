@@ -151,7 +151,10 @@ class BufferAverager:
             for name, array in own.items()
             if not name.startswith(own_state.EXTRA)
         ]
-        copied = await own_state.ask(self._endpoint, worker, specs, fixed=True, silence_s=self._silence_s)
+        besides = sum(array.nbytes for name, array in own.items() if name.startswith(own_state.EXTRA))
+        copied = await own_state.ask(
+            self._endpoint, worker, specs, fixed=True, besides_bytes=besides, silence_s=self._silence_s
+        )
         await self._runtime.compute(lambda _: load_fixed(self._model, copied.buffers), work=Work("copy"))
 
     async def _answer(self, step: int | None) -> OwnState:

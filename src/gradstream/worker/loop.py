@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from gradstream.data.base import BatchRef
+from gradstream.data.open_ledger import Left
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
@@ -63,7 +64,7 @@ class Round:
 class EndingSource(Protocol):
     """Knows when a run of unplanned length is over: the coordinator, through `WorkerRequests`."""
 
-    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
+    async def ending(self, batches: int, samples: int, next_round: int, left: Left | None) -> bool:
         """Whether the run is over for a worker whose loop has ended. If not, the worker takes part in `next_round`."""
         ...
 
@@ -126,6 +127,11 @@ class Loop(Protocol):
         """Samples submitted since the last whole step, and number of whole steps; None if each turn is a step."""
         ...
 
+    @property
+    def left(self) -> Left | None:
+        """What lost workers had left, once the loop has ended; None where the loop does not know."""
+        ...
+
     def begin(self, context: LoopContext) -> None:
         """Called once on the event loop, before the first turn."""
         ...
@@ -135,6 +141,17 @@ class Loop(Protocol):
 
         Runs on the arithmetic thread. Nobody writes `parameters` meanwhile.
         """
+        ...
+
+    def again(self, current: Round) -> Turn:
+        """Writes what the last turn has written once more, since the loss of a worker has broken its exchange.
+
+        Runs on the arithmetic thread. The loop still waits for the end of that turn's exchange.
+        """
+        ...
+
+    def members(self, ranks: Sequence[int], number: int) -> None:
+        """Hears, before round `number`, which workers take part from it on. The loop waits meanwhile."""
         ...
 
     def logged(self) -> Iterable[LogEvent]:
@@ -150,13 +167,14 @@ class LoopSource:
     """Implements `BatchSchedule` and `GradientSource` by turns of a loop whose gradients are means over samples.
 
     In rounds, a loop that has ended is followed by minibatches without samples until all loops have ended (see
-    `OpenLedger`).
+    `OpenLedger`). A round that is made again has the loop's earlier turn.
 
     Args:
         loop: computes the gradients.
         rank: rank of this worker.
         first_step: number of the loop's first step; not 0 if the run is resumed.
         endings: asked whether the run is over.
+        first_version: version of the parameters with which the first turn begins.
 
     Attributes:
         state, updates: as of `LocalParameters`; here the loop's own optimizer has its state.
@@ -164,11 +182,15 @@ class LoopSource:
 
     elsewhere = True
 
-    def __init__(self, loop: Loop, rank: int, first_step: int, endings: EndingSource) -> None:
+    def __init__(
+        self, loop: Loop, rank: int, first_step: int, endings: EndingSource, first_version: int = 0
+    ) -> None:
         self._loop = loop
         self._rank = rank
         self._first_step = first_step
         self._endings = endings
+        self._first_version = first_version
+        self._latest = -1  # number of the latest turn
         self.state: Mapping[str, Vector] = {}
         self.updates = 0
         self._turn = Turn(0, 0.0, 0.0)  # the current or last turn, as far as known
@@ -177,10 +199,10 @@ class LoopSource:
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """See `BatchSchedule`."""
         loop = self._loop
-        for number in itertools.count():
+        for number in itertools.count(hooks.done):
             if loop.ended:
                 await hooks.close()
-                if await self._endings.ending(loop.batches, loop.samples, number):
+                if await self._endings.ending(loop.batches, loop.samples, number, loop.left):
                     return
             if await hooks.gate() == "over":
                 return
@@ -202,8 +224,8 @@ class LoopSource:
         raise InternalError(f"{ref} of a user's loop has no place in a pass")
 
     def missed(self, done: int, version: int) -> Sequence[BatchRef]:
-        """See `BatchSchedule`: a loop takes part in every round."""
-        return ()
+        """See `BatchSchedule`: at most the round whose exchange a loss has broken here, and not on another worker."""
+        return [BatchRef(0, self._rank, number) for number in range(done, version - self._first_version)]
 
     def passed(self, batch: SampleBatch) -> bool:
         """See `BatchSchedule`: rounds without samples, and silent ones, are no steps of the loop."""
@@ -237,8 +259,10 @@ class LoopSource:
             self._turn = turn
             gradient.know(turn.samples, turn.lr)
 
-        into = gradient.vector.tensor
-        turn = self._loop.turn(parameters, Round(into, known, report))
+        into, number = gradient.vector.tensor, gradient.batch.ref.batch
+        current = Round(into, known, report)
+        turn = self._loop.again(current) if number == self._latest else self._loop.turn(parameters, current)
+        self._latest = number
         known(turn)
         if not self._loop.averages_gradients and not usable(into):
             where = f"worker-{self._rank}, step {gradient.step}"

@@ -205,7 +205,9 @@ class WorkerNode:
         """The source of this worker's minibatches."""
         config = self._config
         if config.loop is not None:
-            return LoopSource(config.loop, config.rank, config.first_step, self._member.requests)
+            resume = None if config.plan.averages_gradients else config.plan.resume
+            begun = 0 if resume is None else resume.rounds
+            return LoopSource(config.loop, config.rank, config.first_step, self._member.requests, begun)
         assert config.batch_plan is not None
         kind: Callable[..., Schedule] = Schedule
         if self._lead is not None:

@@ -15,6 +15,7 @@ from gradstream.coordinator.presence_service import in_beats
 from gradstream.coordinator.progress import receipt_of, ref_of
 from gradstream.coordinator.relay import RunClock
 from gradstream.data.base import BatchRef
+from gradstream.data.open_ledger import Left
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import DeadlineError, PeerLostError
@@ -206,7 +207,7 @@ class WorkerRequests:
         begun = v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear)
         self._reporter.report(v1.BeatReport(begun=begun), soon=False)
 
-    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
+    async def ending(self, batches: int, samples: int, next_round: int, left: Left | None = None) -> bool:
         """Reports that this worker has no minibatches left, and returns whether the run is over for it.
 
         If it returns False, the worker takes part in `next_round` without samples. If the answer depends on the
@@ -216,9 +217,13 @@ class WorkerRequests:
             batches: number of minibatches that the worker has gone through.
             samples: number of samples in them.
             next_round: number of the next round.
+            left: what lost workers had left of the data; None if the worker does not know.
         """
         self._reporter.hurry()
         request = v1.Ending(batches=batches, samples=samples, round=next_round)
+        if left is not None:
+            request.left.update(left.batches)
+            request.own_data = left.own_data
         return (await self._call("ending", request, v1.Ended)).over
 
     async def take_over(

@@ -111,7 +111,7 @@ async def make(assembly: Assembly) -> GroupExchange:
         context.runtime,
         context.member,
         groups.form,
-        survives=config.losses.stands_in and not context.runtime.memory.shape_only,
+        survives=config.losses.regroups_after_loss and not context.runtime.memory.shape_only,
         interrupt=assembly.batch_gate.interrupt,
         agreement=assembly.agreement,
         alone=config.plan.workers == 1,
@@ -240,6 +240,10 @@ class GroupExchange(Exchange):
         """See `Exchange`."""
         while True:
             try:
+                if (loop := self._context.config.loop) is not None:
+                    loop.members(
+                        self.replica.setup.ranks, self.replica.step - self._context.config.first_step
+                    )
                 if self._look is not None:
                     await self._look.take(self.replica)
                 await self._strategy.train(self.replica)

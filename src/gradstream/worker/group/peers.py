@@ -147,7 +147,9 @@ class GroupPeers:
             if gradient.samples == UNKNOWN:
                 await gradient.ready.reached(1)  # the user's loop reports the number of samples first
             told = await self.tell(gradient.samples, gradient.lr)
-            workers = [(round(samples), lr) for samples, lr in told]
+            by_rank = dict(zip(self._setup.ranks, told, strict=True))
+            of_all = (by_rank.get(rank, (0.0, 0.0)) for rank in range(self._context.num_workers))
+            workers = [(round(samples), lr) for samples, lr in of_all]
         lr = next((lr for samples, lr in workers if samples and lr), 0.0)
         counts = [samples for samples, _ in workers]
         for rank, stand_in in self._setup.stand_ins.items():

@@ -181,6 +181,7 @@ class GroupReplica(Replica):
         if missed := self._missed():
             self._handed_out(missed)()
             self._skip()
+            self.samples, self._ahead_samples = self.samples + self._ahead_samples, 0
             await self._context.on_boundary(self, missed)
 
     # ---- before the first round -----------------------------------------------------------

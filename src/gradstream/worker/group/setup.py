@@ -64,6 +64,11 @@ class GroupSetup:
     low_rank: LowRankSums | None = None
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """Ranks in the run of the group's members, in the order of their ranks in the group."""
+        return [int(name.rpartition("-")[2]) for name in self.group.names]
+
+    @property
     def owned(self) -> Sequence[tuple[int, int]]:
         """[start, stop) of this worker's slices of all buckets."""
         return self.buckets.owned(self.group.rank)
