@@ -78,7 +78,8 @@ class EpochDeal:
         self._num_workers = num_workers
         earlier = None if before is None else before._before
         if before is not None and earlier is not None:
-            earlier._before = None  # loaders remember the order of a few epochs
+            oldest, earlier._before = earlier._before, None  # loaders remember the order of a few epochs
+            takeover.own_data |= oldest is not None and not oldest._is_whole
             before._before = None if earlier._is_whole else earlier
         self._parts: dict[int, Part] = {}  # by rank, once a worker is lost
         self._rounds: list[int | None] = []  # of each minibatch; None: not known yet in a resumed loop
