@@ -76,6 +76,7 @@ class GradientReducer:
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # in no_sync
+        self._repeated = False
         for index, parameter in enumerate(wrapped.parameters):
             self._hook(index, parameter)
 
@@ -86,21 +87,17 @@ class GradientReducer:
     # ---- called by the loop's thread ----------------------------------------------------
 
     @contextmanager
-    def no_sync(self, *, discard: bool = False) -> Iterator[None]:
-        """Accumulates this worker's own gradients; the next backward outside averages the sum.
-
-        Args:
-            discard: the minibatch counts no samples, so its gradients are set to zero.
-        """
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates this worker's own gradients; the next backward outside averages the sum."""
         before, self._is_local = self._is_local, True
-        trained = [parameter for parameter in self._wrapped.parameters if discard and parameter.requires_grad]
-        hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             self._is_local = before
-            for hook in hooks:
-                hook.remove()
+
+    def repeats(self, repeated: bool) -> None:
+        """Sets all gradients to zero from now on, if the loop has a minibatch that another worker has as well."""
+        self._repeated = repeated
 
     def synchronize(self) -> None:
         """Waits for all workers, by a round that belongs to no step. They have the same parameters then.
@@ -230,9 +227,15 @@ class GradientReducer:
         trained = parameter.requires_grad
         if parameter.is_floating_point():
             parameter.requires_grad_(True)  # torch wants that for a hook; it may be unfrozen at any time
-            parameter.register_hook(partial(self._computed.note, index))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(self._gradient_computed, index))  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
+
+    def _gradient_computed(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A hook of a parameter: sees its gradient before `p.grad` or the caller of `torch.autograd.grad` does."""
+        gradient = torch.zeros_like(gradient) if self._repeated else gradient
+        self._computed.note(index, gradient)
+        return gradient
 
     def _begin_in_backward(self) -> None:
         self._at_end_of_backward(self._end)

@@ -129,11 +129,6 @@ class SampleCount:
         """Notes that the model was called with this many samples in training mode."""
         self._seen = _plus(self._seen, samples)
 
-    @property
-    def is_repeat(self) -> bool:
-        """Whether the last minibatch taken is a repeat, which counts no samples."""
-        return [minibatch.samples for minibatch in (*self._noted, *self._taken)][-1:] == [0]
-
     def clear(self) -> None:
         """Forgets all samples since the last exchange."""
         self._taken, self._noted, self._set = [], [], None

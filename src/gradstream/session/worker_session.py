@@ -356,7 +356,7 @@ class WorkerSession(Session):
         if self._reducer is None:
             yield
             return
-        with self._reducer.no_sync(discard=self._samples.is_repeat):
+        with self._reducer.no_sync():
             yield
         self._samples.use()
 
@@ -389,8 +389,9 @@ class WorkerSession(Session):
         """Notes that the loop takes a minibatch from a loader."""
         self._samples.note(samples, loader)
         self._takeover.own_data |= loader not in self._dealt and torch.is_grad_enabled()
-        if self._round is not None and torch.is_grad_enabled():
-            self._round.repeats(samples == 0)
+        for gradients in (self._reducer, self._round):
+            if gradients is not None and torch.is_grad_enabled():
+                gradients.repeats(samples == 0)
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float | None = None

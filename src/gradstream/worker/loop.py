@@ -190,7 +190,7 @@ class LoopSource:
         self._first_step = first_step
         self._endings = endings
         self._first_version = first_version
-        self._latest = -1  # number of the latest turn
+        self._latest = self._newest = -1  # numbers of the latest turn, and of the newest minibatch
         self.state: Mapping[str, Vector] = {}
         self.updates = 0
         self._turn = Turn(0, 0.0, 0.0)  # the current or last turn, as far as known
@@ -200,12 +200,15 @@ class LoopSource:
         """See `BatchSchedule`."""
         loop = self._loop
         for number in itertools.count(hooks.done):
-            if loop.ended:
+            if (
+                loop.ended and number > self._newest
+            ):  # it has begun `newest` before, where a loss has broken that
                 await hooks.close()
                 if await self._endings.ending(loop.batches, loop.samples, number, loop.left):
                     return
             if await hooks.gate() == "over":
                 return
+            self._newest = number
             yield BatchRef(0, self._rank, number)
 
     def size(self, ref: BatchRef) -> int:
