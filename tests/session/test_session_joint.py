@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -345,7 +346,8 @@ def test_parts_of_a_model_may_be_computed_again_or_compiled(how: str) -> None:
             torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_a_repeat_that_is_accumulated_adds_nothing() -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_a_repeat_that_is_accumulated_adds_nothing(last: bool) -> None:
     def loop(session: gs.Session) -> torch.Tensor:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
@@ -353,11 +355,11 @@ def test_a_repeat_that_is_accumulated_adds_nothing() -> None:
         session._samples.note(4)  # type: ignore[attr-defined]
         backward(model(torch.ones(4, 1)).mean())
         optimizer.zero_grad()
-        session._samples.note(4 * (session.rank == 0))  # type: ignore[attr-defined]
-        with session.no_sync():
-            backward(model(torch.full((4, 1), 1.0 + 99 * session.rank)).mean())
-        session._samples.note(4)  # type: ignore[attr-defined]
-        backward(model(torch.full((4, 1), 2.0)).mean())
+        passes = [(4 * (session.rank == 0), 1.0 + 99 * session.rank), (4, 2.0)]
+        for samples, inputs in reversed(passes) if last else passes:
+            session._note(samples, loader=None)  # type: ignore[attr-defined]
+            with nullcontext() if (inputs == 2) != last else session.no_sync():
+                backward(model(torch.full((4, 1), inputs)).mean())
         optimizer.step()
         session.close()
         return model.weight.detach().clone()
