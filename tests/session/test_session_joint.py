@@ -357,7 +357,7 @@ def test_a_repeat_that_is_accumulated_adds_nothing(last: bool) -> None:
         optimizer.zero_grad()
         passes = [(4 * (session.rank == 0), 1.0 + 99 * session.rank), (4, 2.0)]
         for samples, inputs in reversed(passes) if last else passes:
-            session._note(samples, loader=None)  # type: ignore[attr-defined]
+            session._samples.note(samples)  # type: ignore[attr-defined]
             with nullcontext() if (inputs == 2) != last else session.no_sync():
                 backward(model(torch.full((4, 1), inputs)).mean())
         optimizer.step()

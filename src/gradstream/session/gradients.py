@@ -32,7 +32,7 @@ from gradstream.session.gradient_states import (
     WrappedParameters,
 )
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
-from gradstream.session.samples import PassSamples, joined, whole
+from gradstream.session.samples import PassSamples, SampleCount, joined, whole
 
 
 class GradientReducer:
@@ -43,9 +43,8 @@ class GradientReducer:
         vector: the vector that a round carries.
         bridge: the worker beside the loop, which exchanges the vectors.
         samples: returns the number of samples in a round's gradients, given the passes made in `no_sync`.
-        local_samples: returns the samples of a pass in `no_sync`.
-        forget: called at the end of a backward, so that forward passes repeated by activation checkpointing do not
-            count for the next backward.
+        counted: the samples of passes. It is cleared at the end of a backward, so that forward passes repeated by
+            activation checkpointing do not count for the next backward.
         loss: returns the loss of the backward that ends, or NaN.
         workers: number of workers. A single worker's gradients need no averaging, so none is refused for lack of it.
     """
@@ -56,8 +55,7 @@ class GradientReducer:
         vector: GradientVector,
         bridge: LoopBridge,
         samples: Callable[[Sequence[PassSamples]], float],
-        local_samples: Callable[[], PassSamples],
-        forget: Callable[[], None],
+        counted: SampleCount,
         loss: Callable[[], float],
         workers: int,
     ) -> None:
@@ -66,8 +64,7 @@ class GradientReducer:
         self._bounds = vector.bounds
         self._bridge = bridge
         self._samples = samples
-        self._local_samples = local_samples
-        self._forget = forget
+        self._counted = counted
         self._rounds = GradientRounds(wrapped, vector, bridge, loss)
         self._states = GradientStates(wrapped.parameters)
         self._local = LocalPasses(wrapped.parameters)
@@ -76,7 +73,6 @@ class GradientReducer:
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # in no_sync
-        self._repeated = False
         for index, parameter in enumerate(wrapped.parameters):
             self._hook(index, parameter)
 
@@ -94,10 +90,6 @@ class GradientReducer:
             yield
         finally:
             self._is_local = before
-
-    def repeats(self, repeated: bool) -> None:
-        """Sets all gradients to zero from now on, if the loop has a minibatch that another worker has as well."""
-        self._repeated = repeated
 
     def synchronize(self) -> None:
         """Waits for all workers, by a round that belongs to no step. They have the same parameters then.
@@ -208,8 +200,8 @@ class GradientReducer:
             self._computed.drop(index)
             if self._is_local:
                 if self._end_of_backward() is None:
-                    self._at_end_of_backward(self._forget)
-                    self._local.begin(self._local_samples())
+                    self._at_end_of_backward(self._counted.clear)
+                    self._local.begin(self._counted.take_pass())
                 self._states.accumulated(index)
                 self._local.added(index)
                 return
@@ -233,7 +225,7 @@ class GradientReducer:
 
     def _gradient_computed(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """A hook of a parameter: sees its gradient before `p.grad` or the caller of `torch.autograd.grad` does."""
-        gradient = torch.zeros_like(gradient) if self._repeated else gradient
+        gradient = torch.zeros_like(gradient) if self._counted.is_repeat() else gradient
         self._computed.note(index, gradient)
         return gradient
 
@@ -277,7 +269,7 @@ class GradientReducer:
             if index not in self._writer:
                 self._write(index)
         fired = self._round(self._writer.finish(), by_hand)
-        self._forget()
+        self._counted.clear()
         self._states.fired.clear()
         late = [index for index in fired if index >= len(self._bounds)]
         if late:

@@ -15,13 +15,12 @@ several optimizers steps each once per step of the loop. Closing the session exc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.model.base import Slot
@@ -38,19 +37,22 @@ class LocalModule(ModuleBinding):
     Args:
         module, parameters: as for `ModuleBinding`.
         in_pairs: a round submits w_i itself; else w - w_i.
+        is_repeat: whether the pass that is made now repeats samples of another one. Its gradient is set to zero.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], *, in_pairs: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        in_pairs: bool,
+        is_repeat: Callable[[], bool],
+    ) -> None:
         super().__init__(module, parameters)
         self._in_pairs = in_pairs
         self._begun = self._own = torch.empty(0)  # w and w_i
-        self._zeroing: list[RemovableHandle] = []
-
-    def repeats(self, repeated: bool) -> None:
-        """Sets the gradients of passes to zero while the loop has a minibatch that another one has as well."""
-        for hook in self._zeroing:
-            hook.remove()
-        self._zeroing = [p.register_hook(torch.zeros_like) for p in self._parameters if repeated]  # type: ignore[no-untyped-call]
+        for parameter in parameters:
+            parameter.register_hook(lambda own: torch.zeros_like(own) if is_repeat() else own)  # type: ignore[no-untyped-call]
 
     def check_unchanged(self, where: str) -> None:
         """Checks that the module still has its parameters; their values may change."""
@@ -114,19 +116,17 @@ class LocalArrays(ArrayBinding):
     Args:
         arrays: as for `ArrayBinding`.
         rule: the update rule of the first step.
-        in_pairs: see `LocalModule`.
+        in_pairs, is_repeat: see `LocalModule`.
     """
 
-    def __init__(self, arrays: Tree, rule: Optimizer, *, in_pairs: bool) -> None:
+    def __init__(
+        self, arrays: Tree, rule: Optimizer, *, in_pairs: bool, is_repeat: Callable[[], bool]
+    ) -> None:
         super().__init__(arrays)
         self._rule = rule
         self._in_pairs = in_pairs
-        self._repeated = False
+        self._is_repeat = is_repeat
         self._updates = LocalUpdates()
-
-    def repeats(self, repeated: bool) -> None:
-        """As of `LocalModule`."""
-        self._repeated = repeated
 
     def check_unchanged(self, where: str) -> None:
         """Does nothing: changes by the script are part of w - w_i."""
@@ -146,7 +146,7 @@ class LocalArrays(ArrayBinding):
         """
         check_rule(rule, self._rule)
         self.check(parameters)
-        if self._repeated:
+        if self._is_repeat():
             gradients = {name: np.zeros_like(gradient) for name, gradient in gradients.items()}
         self._updates.step(parameters, gradients, rule)
 
@@ -249,10 +249,6 @@ class LocalRound:
         alike = len(self._made) == self._optimizers and len(set(self._made.values())) == 1
         if self._is_full and alike:
             self._hand_over()
-
-    def repeats(self, repeated: bool) -> None:
-        """Notes whether the loop's minibatch repeats another, and is to change nothing."""
-        self._binding.repeats(repeated)
 
     def called(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Submits a full round: a model's next forward begins, so no other optimizer will make a step."""

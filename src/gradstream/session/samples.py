@@ -76,6 +76,7 @@ class SampleCount:
         self._has_loader = False
         self._taken: list[_Minibatch] = []  # not used by a training pass yet
         self._noted: list[_Minibatch] = []  # used for the next exchange
+        self._of_pass: list[_Minibatch] = []  # used by the latest training pass
         self._current: _Minibatch | None = None  # the only minibatch of the last exchange, if it had one
         self._last: float = 1
         self._set: float | None = None
@@ -136,8 +137,14 @@ class SampleCount:
 
     def use(self) -> None:
         """Notes that a training pass has used the minibatches taken so far, so they count."""
+        self._of_pass = self._not_evaluated() or self._of_pass
         self._noted += self._taken
         self._taken = []
+
+    def is_repeat(self) -> bool:
+        """Whether only repeated minibatches are behind the pass that is made now."""
+        own = self._not_evaluated() or self._of_pass
+        return bool(own) and all(minibatch.samples == 0 for minibatch in own)
 
     def take(self, before: Sequence[PassSamples] = ()) -> float:
         """The number of samples of the exchange that is made now.

@@ -266,8 +266,7 @@ class WorkerSession(Session):
             binding.vector,
             bridge,
             self._taken_samples,
-            self._samples.take_pass,
-            self._samples.clear,
+            self._samples,
             self._log.step,
             self.world_size,
         )
@@ -290,7 +289,9 @@ class WorkerSession(Session):
         joined = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         groups = [group["params"] for torch_optimizer in optimizers for group in torch_optimizer.param_groups]
         trained = {id(p): p for group in groups for p in group if p.requires_grad}
-        binding = LocalModule(joined, list(trained.values()), in_pairs=self._in_pairs)
+        binding = LocalModule(
+            joined, list(trained.values()), in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
+        )
         self._optimizers = optimizers
         bridge = self._begin(binding, description_of(*optimizers))
         one_round = LocalRound(bridge, self._strategy.local_steps, binding, len(optimizers))
@@ -389,9 +390,6 @@ class WorkerSession(Session):
         """Notes that the loop takes a minibatch from a loader."""
         self._samples.note(samples, loader)
         self._takeover.own_data |= loader not in self._dealt and torch.is_grad_enabled()
-        for gradients in (self._reducer, self._round):
-            if gradients is not None and torch.is_grad_enabled():
-                gradients.repeats(samples == 0)
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float | None = None
@@ -429,7 +427,9 @@ class WorkerSession(Session):
             replica = self._arrays = ArrayGradients(parameters)
             replica.synchronize(self._begin(replica.binding, description_of(rule)))
         elif self._strategy.local_rounds:
-            local = self._arrays = LocalArrays(parameters, rule, in_pairs=self._in_pairs)
+            local = self._arrays = LocalArrays(
+                parameters, rule, in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
+            )
             bridge = self._begin(local, description_of(rule))
             self._round = LocalRound(bridge, self._strategy.local_steps, local)
         else:
