@@ -102,10 +102,18 @@ def test_addresses_that_are_none(listen: str) -> None:
         endpoint(listen=listen)
 
 
-def test_a_killed_process_is_noticed_at_once() -> None:
-    """SIGKILL in the middle of a conversation."""
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_killed_process_is_noticed_at_once(forks: bool) -> None:
+    """SIGKILL in the middle of a conversation, also while a process lives that has copies of the sockets."""
     code = (
-        "import asyncio, test_transport_grpc as t\n"
+        "import asyncio, os, signal, time, test_transport_grpc as t\n"
+        "def fork(*_):\n"
+        "    if child := os.fork():\n"
+        "        print(child, flush=True)\n"
+        "    else:\n"
+        "        time.sleep(30)\n"
+        "        os._exit(0)\n"
+        "signal.signal(signal.SIGUSR1, fork)\n"
         "async def main():\n"
         "    async with t.serving('echo', t.echo) as server:\n"
         "        print(server.address, flush=True)\n"
@@ -120,6 +128,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert process.stdout is not None
+    children: list[int] = []
 
     async def main(address: str) -> None:
         client = endpoint("client")
@@ -128,9 +137,13 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         await stream.send(v1.Frame(body=v1.Body(data=b"x")))
         assert await stream.recv(20) is not None
         begun = client.runtime.now()
+        if forks:
+            process.send_signal(signal.SIGUSR1)
+            assert process.stdout is not None
+            children.append(int(process.stdout.readline()))
         process.send_signal(signal.SIGKILL)
         with pytest.raises(PeerLostError):
-            await stream.recv()
+            await stream.recv(20)
         assert client.runtime.now() - begun < 2e9
         with pytest.raises(PeerLostError):
             await client.call("server", "echo", v1.Tensor(), v1.Tensor)
@@ -141,6 +154,8 @@ def test_a_killed_process_is_noticed_at_once() -> None:
             asyncio.run(main(process.stdout.readline().strip()))
         finally:
             process.kill()
+            for child in children:
+                os.kill(child, signal.SIGKILL)
 
 
 def test_a_caller_that_vanishes_breaks_its_handlers_stream() -> None:

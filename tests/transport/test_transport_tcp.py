@@ -409,10 +409,18 @@ def test_cancel_drops_what_is_queued_over_several_connections() -> None:
     run(main())
 
 
-def test_a_killed_process_is_noticed_at_once() -> None:
-    """SIGKILL in the middle of a conversation."""
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_killed_process_is_noticed_at_once(forks: bool) -> None:
+    """SIGKILL in the middle of a conversation, also while a process lives that has copies of the sockets."""
     code = (
-        "import asyncio, test_transport_tcp as t\n"
+        "import asyncio, os, signal, time, test_transport_tcp as t\n"
+        "def fork(*_):\n"
+        "    if child := os.fork():\n"
+        "        print(child, flush=True)\n"
+        "    else:\n"
+        "        time.sleep(30)\n"
+        "        os._exit(0)\n"
+        "signal.signal(signal.SIGUSR1, fork)\n"
         "async def main():\n"
         "    async with t.serving('echo', t.echo) as server:\n"
         "        print(server.address, flush=True)\n"
@@ -427,6 +435,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert process.stdout is not None
+    children: list[int] = []
 
     async def main(address: str) -> None:
         client = endpoint("client")
@@ -434,6 +443,10 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         stream = await client.open("server", "echo", v1.Tensor())
         await stream.send(chunk_frame(0, 8), numbered(1, 8))
         await take_chunk(stream)
+        if forks:
+            process.send_signal(signal.SIGUSR1)
+            assert process.stdout is not None
+            children.append(int(process.stdout.readline()))
         process.send_signal(signal.SIGKILL)
         with pytest.raises(PeerLostError, match="server"):
             await stream.recv(20)
@@ -446,6 +459,8 @@ def test_a_killed_process_is_noticed_at_once() -> None:
             asyncio.run(main(process.stdout.readline().strip()))
         finally:
             process.kill()
+            for child in children:
+                os.kill(child, signal.SIGKILL)
 
 
 class Kept:

@@ -32,6 +32,7 @@ from gradstream.transport.base import (
     Priority,
     code_of,
 )
+from gradstream.transport.forks import break_in_forks
 from gradstream.transport.methods import LIMITS, METHODS, UNLISTED, Method
 from gradstream.transport.offers import leaves_machine
 from gradstream.transport.receive_queue import ReceiveQueue
@@ -88,6 +89,7 @@ class EndpointCore(Endpoint, ABC):
         self._window = window
         self._tensors = TaggedTensors(identity, runtime)
         self._addresses: dict[str, str] = {}
+        break_in_forks(self, self._addresses)
         # Dicts serve as ordered sets: what happens at close must not depend on addresses of objects.
         self._streams: dict[StreamCore, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}

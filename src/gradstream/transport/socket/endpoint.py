@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import socket
 from abc import abstractmethod
 from functools import partial
-from weakref import WeakSet
 
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.runtime.base import Runtime
@@ -27,24 +25,6 @@ from gradstream.transport.socket.multiplexer import MultiplexedCarrier, Multiple
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
-
-# ---- forks -------------------------------------------------------------------------------
-# A process that is forked from a node, such as a worker of a DataLoader, has copies of the node's sockets. While it
-# lives, nobody would see that the node has died: torch's live for up to 5 s more.
-
-_sockets: WeakSet[socket.socket] = WeakSet()
-
-
-def _forget_sockets() -> None:
-    """Puts /dev/null in the place of this process's copies: nothing else may get their numbers."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for copied in list(_sockets):
-        if copied.fileno() >= 0:
-            os.dup2(null, copied.fileno(), inheritable=False)
-    os.close(null)
-
-
-os.register_at_fork(after_in_child=_forget_sockets)
 
 # ---- data sockets ------------------------------------------------------------------------
 # Data sockets: connections beside the streams of two nodes, for a thread that moves bytes by itself.
@@ -188,7 +168,6 @@ class SocketEndpoint(EndpointCore):
             return
         try:
             connected.setblocking(False)
-            _sockets.add(connected)
             self._admit(connected)
         except OSError:
             connected.close()
@@ -330,7 +309,6 @@ class SocketEndpoint(EndpointCore):
         """Makes a connection on which each side has proved its identity to the other."""
         connected, target = self._target(address)
         try:
-            _sockets.add(connected)
             connected.setblocking(False)
             await asyncio.get_running_loop().sock_connect(connected, target)
             self._admit(connected)
