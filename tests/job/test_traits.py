@@ -299,6 +299,7 @@ LATER = (
     r"clocks of all workers|moves every parameter at every (update|step)|of a minibatch of|so nothing is left for all"
     r"|only torch.float32|no layer of this model|expected at least 3|would send .* bytes a step"
     r"|does not count its samples|with pipeline='(pipedream|delayed)': expected 1"
+    r"|batch_size has 2 entries for 3 workers|measures for \d+ steps, which is"
 )
 """Words of refusals of values that are known while nodes start."""
 

@@ -138,7 +138,8 @@ def test_a_sum_of_seconds_is_not_waited_for_to_know_it() -> None:
     run = run_of(1, **options)
     _, (strategy, why) = chosen(run)
     assert strategy == "local-sgd"
-    assert "16 ms of computing for each minibatch, and 1.2" in why and " s for a sum, at 0.999 Mbit/s" in why
+    assert "16 ms of computing for each minibatch, and 1.2" in why
+    assert re.search(r" s for a sum, at (0\.99\d|1) Mbit/s", why)  # control messages take some of it
     assert [row["samples"] for row in run.summary["phases"]] == [0, 0]
     plain = run_of(1, **options, **plainly(why))
     assert same(run, plain) and run.summary["samples"] == plain.summary["samples"] == 2 * SAMPLES
