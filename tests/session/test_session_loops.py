@@ -57,6 +57,7 @@ def alone(**options: Any) -> Parameters:
     return train(gs.Session(), **options)
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "synchronous"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -67,8 +68,8 @@ def alone(**options: Any) -> Parameters:
         {"num_samples": 56},  # ... has samples of one worker only
     ],
 )
-def test_synchronous_with_two_workers_is_one_process_with_the_joined_batch(options: dict[str, Any]) -> None:
-    both = loop_in_threads(lambda session: train(session, **options))
+def test_two_workers_are_one_process_with_the_joined_batch(options: dict[str, Any], strategy: str) -> None:
+    both = loop_in_threads(lambda session: train(session, **options), strategy=strategy)
     one = alone(**{"batch_size": 16, **options})
     for name, parameter in one.items():
         assert torch.equal(both[0][name], both[1][name])
@@ -125,7 +126,7 @@ def test_groups_of_parameters_have_options_of_their_own() -> None:
         session.close()
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    both = loop_in_threads(loop, servers=2, chunk_elems=64)
+    both = loop_in_threads(loop, strategy="synchronous", servers=2, chunk_elems=64)
     for name, parameter in loop(gs.Session()).items():
         torch.testing.assert_close(both[0][name], parameter, rtol=1e-6, atol=1e-9)
 

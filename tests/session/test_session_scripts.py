@@ -146,7 +146,7 @@ def test_gradstream_train_runs_a_script_with_loader_processes(short: Callable[[s
     assert float(found[1]) > 0.3  # 0.1 by chance
     summary = json.loads(done.stdout)["summary"]
     assert summary["samples_accounted"] == 2000
-    assert (summary["optimizer"], summary["strategy"], summary["workers"]) == ("adam", "synchronous", 2)
+    assert (summary["optimizer"], summary["strategy"], summary["workers"]) == ("adam", "allreduce", 2)
     (run_dir,) = Path("runs").iterdir()
     assert set(gs.Run.load(run_dir).parameters) >= {"0.1.weight", "3.bias"}
 
@@ -186,7 +186,7 @@ for number in range(1000):
 
 
 @pytest.mark.limit_s(200)
-def test_a_worker_that_is_killed_ends_the_steps_of_the_others(
+def test_a_worker_that_is_killed_ends_the_steps_of_the_others_under_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -213,8 +213,9 @@ except gradstream.errors.PeerLostError as error:
             os.kill(int(found[1]), signal.SIGKILL)
 
     with pytest.raises(gs.errors.PeerLostError) as caught:
-        gs.train(load_job(str(path)), on_event=killer)
+        gs.train(load_job(str(path)), strategy="synchronous", on_event=killer)
     assert caught.value.peer == "worker-1"
+    assert 'with gradstream.join("allreduce"), the default, the others go on' in str(caught.value)
     assert "worker-1" in Path("heard-0").read_text()
 
 
@@ -300,7 +301,7 @@ def test_a_dry_run_of_a_loop_stops_it_after_its_first_steps(
     findings = tried(tmp_path, "pass")
     assert all(one.ok for one in findings), findings
     details = {one.name: one.detail for one in findings}
-    assert details["configuration"] == "synchronous, the script's optimizer, 2 workers, 1 server"
+    assert details["configuration"] == "allreduce, the script's optimizer, 2 workers, 0 servers"
     assert details["model"] == "5 parameters, exchanged in vectors of 196 B"
     assert re.search(r"\d+ minibatches, \d+ pushes, \d+ fetches", details["processes"])
     assert re.search(r"for the final parameters \+ 3 checkpoints of [\d.]+ kB$", details["disk"])

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gradstream as gs
-from gradstream.errors import ConfigError, ReplicasDifferError
+from gradstream.errors import ConfigError, PeerLostError, ReplicasDifferError
+from gradstream.job.files import load_job
 from gradstream.testing.sessions import loop_in_threads
 
 DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
@@ -361,3 +362,30 @@ def test_a_script_trains_in_two_processes_as_in_one(by: str, tmp_path: Path) -> 
     assert final.keys() == state.keys()
     for name, tensor in state.items():
         assert (final[name] - tensor).abs().max() < 1e-12, name
+
+
+DYING = """
+import os, signal, sys
+import torch
+from torch import nn
+import gradstream
+session = gradstream.join(checkpoint_every=None, deadlines=gradstream.Deadlines(lease_s=2, retry_s=1))
+model = session.split(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), torch.zeros(2, 4), into=2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    if step == 3 and session.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_part_that_is_killed_ends_the_run_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dying.py").write_text(DYING)
+    with pytest.raises(PeerLostError) as caught:
+        gs.train(load_job(str(tmp_path / "dying.py")))
+    assert caught.value.peer == "worker-1"

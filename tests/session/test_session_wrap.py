@@ -204,3 +204,12 @@ def test_loops_have_half_an_hour_until_wrap(monkeypatch: pytest.MonkeyPatch) -> 
     gs.join()
     gs.join(deadlines=gs.Deadlines(join_s=7))
     assert [job.deadlines.join_s for job in jobs] == [1800, 7]
+
+
+def test_a_loop_that_names_no_strategy_has_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(joining, "intercept", jobs.append)
+    gs.join()
+    assert jobs[0].strategy == "allreduce"
+    with pytest.raises(ConfigError, match=r"^servers=2 .* take a strategy that has some, .*'synchronous'"):
+        loop_in_threads(lambda session: None, servers=2)

@@ -1,7 +1,7 @@
 """Runs trainers of other libraries as the training loops of a session. One module for each library.
 
 Each module needs its library: `pip install 'gradstream[transformers]'`, `gradstream[lightning]` or
-`gradstream[accelerate]`. The strategy must average gradients: `synchronous` or `allreduce`.
+`gradstream[accelerate]`. The strategy must average gradients: `allreduce`, the default, or `synchronous`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import torch
 
 from gradstream.data.open_ledger import Left
 from gradstream.data.reassignment import Block, Epoch
-from gradstream.errors import ClosedError, ConfigError, UserCodeError
+from gradstream.errors import ClosedError, ConfigError, PeerLostError, UserCodeError
 from gradstream.model.buffers import Buffers
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
@@ -196,7 +196,9 @@ class LoopBridge:
         self._worker_end: BaseException | bool = (
             False  # the error that ended the worker; True: it ended without one
         )
-        self._user_failure: UserCodeError | None = None  # the error that ended the user's loop
+        self._user_failure: UserCodeError | PeerLostError | None = (
+            None  # the error that ended the user's loop
+        )
 
     @property
     def batches(self) -> int:
@@ -437,7 +439,7 @@ class LoopBridge:
         """See `Loop.behind`."""
         return self.counts.behind
 
-    def end(self, failure: UserCodeError | None = None) -> None:
+    def end(self, failure: UserCodeError | PeerLostError | None = None) -> None:
         """Notes that the loop has ended, normally or with an error of the user's. Does not wait."""
         with self._condition:
             self.ended, self._user_failure = failure is None, failure

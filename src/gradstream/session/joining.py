@@ -25,7 +25,7 @@ from gradstream.run.place import Place, place_of
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.session import torchrun
-from gradstream.session.node import OwnLoop, ScriptModel
+from gradstream.session.node import STRATEGY, OwnLoop, ScriptModel
 from gradstream.session.session import Session, SingleProcessSession
 from gradstream.session.worker_session import WorkerSession
 from gradstream.strategies.base import Strategy
@@ -36,7 +36,7 @@ JOIN_S = 1800.0
 
 
 def join(
-    strategy: str | Strategy = "synchronous",
+    strategy: str | Strategy = STRATEGY,
     *,
     strategy_options: Mapping[str, Any] | None = None,
     exchange: str | None = None,
@@ -61,6 +61,9 @@ def join(
     the script has called `init_process_group`, its process group determines the ranks and is not used otherwise.
     Before the workers start, `gradstream train` runs the script once up to this call to read the arguments: call it
     early.
+
+    The default strategy has no servers, equals one process with the joined minibatch, and goes on when a worker dies.
+    With `servers=`, name a strategy that has some: "synchronous" makes the same steps, but one death ends the run.
 
     Args:
         strategy, strategy_options, codec, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
@@ -131,7 +134,7 @@ def _under_engine(job: Job, place: Place) -> WorkerSession:
     session = WorkerSession(assignment, job.seed, host)
     run_dir = Path(assignment.spec).parent
     if rank == 0:
-        say(f"gradstream: {size} workers by {place.engine}, coordinator and servers here; {run_dir}")
+        say(f"gradstream: {size} workers by {place.engine}, coordinator and any servers here; {run_dir}")
 
     def fail(error: BaseException) -> None:
         session.fail(error)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gradstream.coordinator import RunAbortedError, RunStoppedError
-from gradstream.errors import ConfigError, Interrupted, UserCodeError
+from gradstream.errors import ConfigError, Interrupted, PeerLostError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.model.base import Reduction
 from gradstream.run.failures import typed_error
@@ -76,9 +76,13 @@ class OwnLoop:
         return self.running
 
 
+STRATEGY = "allreduce"
+"""The strategy of a script that names none: the only one without servers that equals one process."""
+
+
 def job() -> Job:
     """The job without the launcher's settings."""
-    return Job(ScriptModel(), OwnLoop())  # type: ignore[arg-type]  # stand in for model and data
+    return Job(ScriptModel(), OwnLoop(), strategy=STRATEGY)  # type: ignore[arg-type]  # stand in for model and data
 
 
 # ---- node --------------------------------------------------------------------------------
@@ -176,9 +180,11 @@ class RunConnection:
         if self.bridge is None or self._thread is None:
             return
         if self.bridge.error is None:
-            text = "".join(traceback.format_exception(error))
-            message = f"worker-{self._place.rank}: the script raised {type(error).__name__}: {error}"
-            self.bridge.end(error if isinstance(error, UserCodeError) else UserCodeError(message, text))
+            if not isinstance(error, UserCodeError | PeerLostError):  # a part of a split module may be lost
+                text = "".join(traceback.format_exception(error))
+                message = f"worker-{self._place.rank}: the script raised {type(error).__name__}: {error}"
+                error = UserCodeError(message, text)
+            self.bridge.end(error)
             self._thread.join(FAREWELL_S)
         if self._host is not None:
             self._host.join(FAREWELL_S)

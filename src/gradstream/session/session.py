@@ -40,7 +40,7 @@ class Session:
         is_main: whether this is the worker that should print and write files.
 
     Example:
-        >>> with gs.join("synchronous") as session:  # `python` alone starts it: one worker
+        >>> with gs.join() as session:  # `python` alone starts it: one worker
         ...     session.rank, session.world_size, session.is_main
         (0, 1, True)
     """
