@@ -249,6 +249,7 @@ def test_a_loop_goes_on_without_a_killed_worker_and_each_sample_counts_once_an_e
     assert set(left[0]["used"]) == {2}  # by one worker in each of two epochs
     assert "worker-1 was lost" in done.stderr
     assert "the others have taken over all that it had left" in done.stderr
+    assert "accounted for  214 samples" in done.stdout + done.stderr
 
 
 @pytest.mark.limit_s(200)
@@ -257,4 +258,4 @@ def test_what_a_killed_worker_had_left_of_data_of_its_own_is_named(tmp_path: Pat
     assert done.returncode == 4, done.stderr[-3000:]
     assert len(left) == 2  # the scripts that are left have gone on to their end
     assert "worker-1 was lost" in done.stderr
-    assert "what it had left is not" in done.stderr
+    assert "what it had left is not in the model" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -603,7 +604,10 @@ def test_survivors_take_over_what_a_killed_worker_had_left(
     counts = Counter((epoch, one) for epoch, *samples in lost + others for one in samples)
     assert set(counts) == {(epoch, one) for epoch in range(3) for one in range(120)}
     # Steps of the lost worker that have no receipt come again: which ones these are is not always the last.
-    assert counts.total() == len(counts) + 2 * (27 - told["steps"])
+    # What shards have told of only after others had taken it over counts twice, and the run says so.
+    twice = re.search(r"(\d+) minibatch(es)? of it may count twice", told["message"])
+    assert in_flight or twice is None
+    assert counts.total() == len(counts) + 2 * (27 - told["steps"] + (int(twice[1]) if twice else 0))
     assert summary["samples_reassigned"] == 60 - told["steps"]
     assert summary["samples_accounted"] == 2 * len(others)
     if not in_flight:  # else what had left the lost worker may be in the model, too
@@ -617,7 +621,8 @@ def test_without_shard_the_run_ends_with_an_error_unless_that_is_meant(tmp_path:
     done = train(tmp_path, sharded=False)
     assert done.returncode == 4, done.stderr[-3000:]
     assert (
-        "worker-1 was lost when 27 of its steps were in the model, and what it had left is not" in done.stderr
+        "worker-1 was lost when 27 of its steps were in the model, and what it had left is not in the model"
+        in done.stderr
     )
     assert "--allow-lost" in done.stderr
     assert "after the end" in done.stdout  # the scripts that are left have gone on to their end

@@ -57,12 +57,16 @@ class OwnLoops(Lead):
         if isinstance(request, v1.TakeOver):
             self.check(node, "begun", request.epoch)
             self._check_take_over(node.name, request)
-        elif any(rank >= self._num_workers for rank in request.left):
-            raise impossible(
-                node.name,
-                f"minibatches left by workers {sorted(request.left)[:8]}; expected ranks below {self._num_workers}",
+        elif any(rank >= self._num_workers for rank in (*request.left, *request.contributed)):
+            ranks = sorted({*request.left, *request.contributed})[-8:]
+            raise impossible(node.name, f"data of workers {ranks}; expected ranks below {self._num_workers}")
+        elif (
+            max(
+                *(request.batches, request.samples, request.round),
+                *(*request.left.values(), *request.contributed.values()),
             )
-        elif max(request.batches, request.samples, request.round, *request.left.values()) > MAX_COUNT:
+            > MAX_COUNT
+        ):
             raise impossible(
                 node.name,
                 f"an end in round {request.round}, after {request.batches} minibatches of {request.samples} samples; "
@@ -97,7 +101,9 @@ class OwnLoops(Lead):
             what = "has run out of data" if isinstance(request, v1.Ending) else "takes minibatches over"
             return Refuse(v1.BAD_REQUEST, f"{node.name} {what} in a run whose minibatches are planned")
         if isinstance(request, v1.Ending):
-            left = Left(request.left, request.own_data) if request.HasField("own_data") else None
+            left = None
+            if request.HasField("own_data"):
+                left = Left(request.left, request.own_data, request.contributed)
             over = self._ledger.ended(node.rank, request.batches, request.samples, request.round, left)
             return None if over is None and not self._life.over else v1.Ended(over=bool(over))
         block = self._ledger.reassignment.take(

@@ -241,12 +241,14 @@ class SampleProgress(Lead):
 
 def _loss(loss: LostSamples) -> LeftOverEvent:
     who = f"worker-{loss.rank}"
-    lost = f"{who} was lost when {loss.steps:,} of its steps were in the model"
+    lost = f"{who} was lost" + (
+        f" when {loss.steps:,} of its steps were in the model" if loss.is_exact else ""
+    )
     if loss.missing == 0:
         text = f"{lost}; the others have taken over all that it had left"
     elif loss.missing is None:
         text = (
-            f"{lost}, and what it had left is not. The others can take it over where session.shard has made "
+            f"{lost}, and what it had left is not in the model. The others can take it over where session.shard has made "
             "the DataLoader, of a data set that is read by number, and all go through each epoch to its end, "
             "with the same number of minibatches behind each step"
         )

@@ -47,10 +47,12 @@ class Left(NamedTuple):
     Args:
         batches: by rank of a lost worker, the minibatches of its loaders that no worker computed.
         own_data: some minibatches came from no loader that is shared out, so `batches` is not all.
+        contributed: by rank of each worker, its samples in the model.
     """
 
     batches: Mapping[int, int]
     own_data: bool
+    contributed: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,14 @@ class LostSamples:
         steps: number of its steps in the model.
         missing: number of minibatches of its part that are not in the model; None if unknown.
         twice: number of its minibatches that others had taken over although they were in the model.
+        is_exact: all of these steps have receipts. In rounds the last ones may have none.
     """
 
     rank: int
     steps: int
     missing: int | None
     twice: int = 0
+    is_exact: bool = True
 
 
 class OpenLedger:
@@ -145,6 +149,9 @@ class OpenLedger:
         self.reassignment.ended(rank, batches)
         if left is not None:
             self._left, self._own_data = dict(left.batches), left.own_data
+            for other, contributed in left.contributed.items():
+                if self._sequences[other].lost:
+                    self._sequences[other].samples = max(self._sequences[other].samples, contributed)
         if not self._rounds:
             return True if self.finished else None
         everybody = all(sequence.lost or sequence.total is not None for sequence in self._sequences)
@@ -214,7 +221,9 @@ class OpenLedger:
         if self._rounds:
             known = [] if self._own_data is None else lost
             missing = {rank: None if self._own_data else self._left.get(rank, 0) for rank, _ in known}
-            return [LostSamples(rank, sequence.count, missing[rank]) for rank, sequence in known]
+            return [
+                LostSamples(rank, sequence.count, missing[rank], is_exact=False) for rank, sequence in known
+            ]
         return [
             LostSamples(rank, sequence.count, self.reassignment.missing(rank), self._twice.get(rank, 0))
             for rank, sequence in lost

@@ -201,6 +201,8 @@ class Reassignment:
                 if self._again[where]:
                     return self._again[where].popleft()
                 begin, end = self._range(candidate, rank)
+                if candidate in self._unclear:
+                    break
                 step = self._steps[rank].next_missing(self._next.get(where, begin))
                 if step < end:
                     self._next[where] = step + 1
@@ -219,5 +221,25 @@ class Reassignment:
     def _range(self, epoch: Epoch, rank: int) -> tuple[int, int]:
         """The first step of a worker's part of an epoch, and the step after the last one."""
         parts, per_step = self._sizes[epoch]
-        begin = self._loops[rank].begun.get(epoch, NEVER)
+        begin = self._begin(epoch, rank)
         return begin, begin - (-parts[rank] // per_step)
+
+    def _begin(self, epoch: Epoch, rank: int) -> int:
+        """The first step of a worker in an epoch; `NEVER` if it has made none there.
+
+        A worker may be lost before its report of that has come. Then the epoch began after the one before, if it has
+        steps that are in the model. With several loaders they may belong to another one, and the epoch is unclear.
+        """
+        begun, steps = self._loops[rank].begun, self._steps[rank]
+        before = Epoch(epoch.loader, epoch.number - 1)
+        if epoch in begun or rank not in self._lost:
+            return begun.get(epoch, NEVER)
+        if before.number >= 0 and (before not in self._sizes or not self._sizes[before][1]):
+            return NEVER
+        end = 0 if before.number < 0 else self._range(before, rank)[1]
+        if max(steps.ahead, default=steps.low - 1) < end:
+            return NEVER
+        if any(other.loader != epoch.loader for other in (*begun, *self._sizes)):
+            self._unclear.add(epoch)
+            return NEVER
+        return end

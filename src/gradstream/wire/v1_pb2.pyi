@@ -1257,8 +1257,15 @@ class Report(_message.Message):
     def __init__(self, who: _Optional[str] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...
 
 class Ending(_message.Message):
-    __slots__ = ("batches", "samples", "round", "left", "own_data")
+    __slots__ = ("batches", "samples", "round", "left", "contributed", "own_data")
     class LeftEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -1269,13 +1276,15 @@ class Ending(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     OWN_DATA_FIELD_NUMBER: _ClassVar[int]
     batches: int
     samples: int
     round: int
     left: _containers.ScalarMap[int, int]
+    contributed: _containers.ScalarMap[int, int]
     own_data: bool
-    def __init__(self, batches: _Optional[int] = ..., samples: _Optional[int] = ..., round: _Optional[int] = ..., left: _Optional[_Mapping[int, int]] = ..., own_data: bool = ...) -> None: ...
+    def __init__(self, batches: _Optional[int] = ..., samples: _Optional[int] = ..., round: _Optional[int] = ..., left: _Optional[_Mapping[int, int]] = ..., contributed: _Optional[_Mapping[int, int]] = ..., own_data: bool = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("over",)

@@ -8,6 +8,7 @@ the loop has ended instead, the minibatch has no samples and changes nothing.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -195,16 +196,24 @@ class LoopSource:
         self.updates = 0
         self._turn = Turn(0, 0.0, 0.0)  # the current or last turn, as far as known
         self._silent_samples = 0
+        self._counts: Sequence[int] = ()  # samples of each worker in the present round
+        self._contributed: Counter[int] = Counter()  # by rank, in rounds that were steps of the loop
+
+    def heard(self, counts: Sequence[int]) -> None:
+        """See `BatchSchedule`."""
+        self._counts = counts
 
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """See `BatchSchedule`."""
         loop = self._loop
         for number in itertools.count(hooks.done):
-            if (
-                loop.ended and number > self._newest
-            ):  # it has begun `newest` before, where a loss has broken that
+            # Where a loss has broken a round that was begun after the loop's end, that round is made again.
+            if loop.ended and number > self._newest:
                 await hooks.close()
-                if await self._endings.ending(loop.batches, loop.samples, number, loop.left):
+                left = loop.left
+                if left is not None:
+                    left = left._replace(contributed=self._contributed)
+                if await self._endings.ending(loop.batches, loop.samples, number, left):
                     return
             if await hooks.gate() == "over":
                 return
@@ -234,6 +243,9 @@ class LoopSource:
         """See `BatchSchedule`: rounds without samples, and silent ones, are no steps of the loop."""
         if self._turn.silent:
             self._silent_samples += batch.num_samples
+        else:
+            self._contributed.update(dict(enumerate(self._counts)))
+        self._counts = ()
         return bool(batch.num_samples) and not self._turn.silent
 
     def progress(self, samples: int, steps: int) -> tuple[int, int]:

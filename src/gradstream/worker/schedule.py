@@ -216,6 +216,10 @@ class BatchSchedule(Protocol):
         """
         ...
 
+    def heard(self, counts: Sequence[int]) -> None:
+        """Hears how many samples each worker brings to the present round, where `round_of` does not know."""
+        ...
+
     def passed(self, batch: SampleBatch) -> bool:
         """Notes that the worker has completed a minibatch. Returns whether that was a step to report."""
         ...
@@ -348,6 +352,9 @@ class Schedule:
         if self.first_version is None:
             return ()
         return [self.plan.nth(self.rank, number) for number in range(done, version - self.first_version)]
+
+    def heard(self, counts: Sequence[int]) -> None:
+        """See `BatchSchedule`: not called, since the plan knows."""
 
     def passed(self, batch: SampleBatch) -> bool:
         """See `BatchSchedule`."""

@@ -224,6 +224,7 @@ class WorkerRequests:
         if left is not None:
             request.left.update(left.batches)
             request.own_data = left.own_data
+            request.contributed.update(left.contributed)
         return (await self._call("ending", request, v1.Ended)).over
 
     async def take_over(

@@ -150,6 +150,7 @@ class GroupPeers:
             by_rank = dict(zip(self._setup.ranks, told, strict=True))
             of_all = (by_rank.get(rank, (0.0, 0.0)) for rank in range(self._context.num_workers))
             workers = [(round(samples), lr) for samples, lr in of_all]
+            self._context.schedule.heard([samples for samples, _ in workers])
         lr = next((lr for samples, lr in workers if samples and lr), 0.0)
         counts = [samples for samples, _ in workers]
         for rank, stand_in in self._setup.stand_ins.items():
