@@ -17,7 +17,6 @@ from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.job.code import COPY, changed, kept_code, users_code
 from gradstream.job.job import Job, Pipeline, is_script, spread_out
 from gradstream.job.plan import RunPlan, worker_name
-from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
@@ -133,11 +132,7 @@ def resume(
             f"workers={newest[1].workers}"
         )
     num_lost = job.workers - len(newest[1].steps) if newest is not None and is_script(job) else 0
-    if (
-        num_lost
-        and not job.allow_lost
-        and find_strategy(job.strategy, job.strategy_options).partitioning != "rounds"
-    ):
+    if num_lost and not job.allow_lost:
         raise ConfigError(
             f"{path} goes on from a checkpoint that was made when {num_lost} of {job.workers} workers were "
             "lost: it does not say where their scripts have to go on, nor which data the others had taken over, "

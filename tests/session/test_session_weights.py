@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
 from gradstream.errors import ConfigError
+from gradstream.session.samples import SampleCount
 from gradstream.testing.sessions import loop_in_threads
 
 DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
@@ -306,3 +309,21 @@ def test_strategies_with_whole_weights_say_so() -> None:
         assert not torch.equal(parameters_of(model), before)
 
     loop_in_threads(loop, workers=1, strategy=gs.Downpour(overlap=False), deadlines=DEADLINES)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ntenvop"), st.integers(0, 1), st.booleans()), max_size=30))
+def test_a_pass_is_of_repeats_where_it_counts_none(script: list[tuple[str, int, bool]]) -> None:
+    """Real gradients are never set to zero: what decides that is what decides the weight."""
+    counted, training, evaluating = SampleCount(), nn.Linear(1, 1), nn.Linear(1, 1).eval()
+    for what, loader, repeated in script:
+        if what in "nt":
+            counted.note(0 if repeated else 4, f"loader {loader}")
+        if what == "o":
+            counted.over(f"loader {loader}")
+        if what in "tv":
+            counted.forward(training, (torch.ones(4, 1),), {})
+        if what == "e":
+            counted.forward(evaluating, (torch.ones(4, 1),), {})
+        if what == "p":
+            expected = counted.is_repeat()
+            assert counted.take_pass().repeated == expected

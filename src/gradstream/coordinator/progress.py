@@ -248,8 +248,8 @@ def _loss(loss: LostSamples) -> LeftOverEvent:
         text = f"{lost}; the others have taken over all that it had left"
     elif loss.missing is None:
         text = (
-            f"{lost}, and what it had left is not in the model. The others can take it over where session.shard has made "
-            "the DataLoader, of a data set that is read by number, and all go through each epoch to its end, "
+            f"{lost}, and what it had left is not in the model. The others can take it over where session.shard has "
+            "made the DataLoader, of a data set that is read by number, and all go through each epoch to its end, "
             "with the same number of minibatches behind each step"
         )
     else:

@@ -36,9 +36,14 @@ class LoopSequence(Receipts):
     lost: bool = False
 
     @property
+    def is_through(self) -> bool:
+        """Whether the worker is without data, and all of its minibatches have receipts."""
+        return self.total is not None and self.low >= self.total
+
+    @property
     def accounted(self) -> bool:
         """Whether nothing more is expected of the worker."""
-        return self.lost or (self.total is not None and self.low >= self.total)
+        return self.lost or self.is_through
 
 
 class Left(NamedTuple):
@@ -148,7 +153,9 @@ class OpenLedger:
         sequence.total, sequence.samples = batches, samples
         self.reassignment.ended(rank, batches)
         if left is not None:
-            self._left, self._own_data = dict(left.batches), left.own_data
+            self._own_data = bool(self._own_data) or left.own_data
+            for other, batches in left.batches.items():  # whoever ended early may know of fewer
+                self._left[other] = max(batches, self._left.get(other, 0))
             for other, contributed in left.contributed.items():
                 if self._sequences[other].lost:
                     self._sequences[other].samples = max(self._sequences[other].samples, contributed)
@@ -219,7 +226,7 @@ class OpenLedger:
         """The samples of lost workers that had not finished their parts; none in rounds of which no loop knows that."""
         lost = [(rank, sequence) for rank, sequence in enumerate(self._sequences) if sequence.lost]
         if self._rounds:
-            known = [] if self._own_data is None else lost
+            known = [] if self._own_data is None else [one for one in lost if not one[1].is_through]
             missing = {rank: None if self._own_data else self._left.get(rank, 0) for rank, _ in known}
             return [
                 LostSamples(rank, sequence.count, missing[rank], is_exact=False) for rank, sequence in known
@@ -227,7 +234,7 @@ class OpenLedger:
         return [
             LostSamples(rank, sequence.count, self.reassignment.missing(rank), self._twice.get(rank, 0))
             for rank, sequence in lost
-            if sequence.total is None or sequence.low < sequence.total
+            if not sequence.is_through
         ]
 
     def brief(self) -> dict[int, tuple[int, int]]:

@@ -311,6 +311,11 @@ class LoopBridge:
         self._members = ranks
         self._lost |= {rank: number for rank in before if rank not in ranks}
 
+    @property
+    def first_member(self) -> int:
+        """The lowest rank that takes part in rounds; 0 where nobody says."""
+        return min(self._members or (0,))
+
     def lost(self, num_workers: int) -> dict[int, int]:
         """By rank of each lost worker, of so many, the first round that was made without it."""
         there = range(num_workers) if self._members is None else self._members

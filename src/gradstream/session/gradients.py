@@ -73,6 +73,7 @@ class GradientReducer:
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # in no_sync
+        self._is_repeat = False
         for index, parameter in enumerate(wrapped.parameters):
             self._hook(index, parameter)
 
@@ -225,7 +226,10 @@ class GradientReducer:
 
     def _gradient_computed(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """A hook of a parameter: sees its gradient before `p.grad` or the caller of `torch.autograd.grad` does."""
-        gradient = torch.zeros_like(gradient) if self._counted.is_repeat() else gradient
+        if self._end_of_backward() is None:  # the first one of a backward decides for all
+            self._is_repeat = self._counted.is_repeat()
+        if self._is_repeat:
+            gradient = gradient * 0 if gradient.requires_grad else torch.zeros_like(gradient)
         self._computed.note(index, gradient)
         return gradient
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
-from gradstream.session.deals import EpochDeal, Part
+from gradstream.session.deals import EpochDeal, LoaderDeals, Part
 from gradstream.session.loaders_part import (
     EpochSteps,
     LoaderPart,
@@ -157,8 +157,9 @@ class ShardedBatchSampler:
         latest = self.latest = SamplerEpoch(self._random.epoch)
         batches = self._drawn()
         if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # others may be infinite
+            self.orders.pop(latest.epoch, None)
             while len(self.orders) >= MOST_ORDERS:
-                del self.orders[min(self.orders)]
+                del self.orders[next(iter(self.orders))]
             order = self.orders[latest.epoch] = TakeoverOrder()
             batches = order.noted(batches)
         for batch, count in self._part.taken(batches, self._cut, self._size):
@@ -173,10 +174,13 @@ class ShardedBatchSampler:
         sizes = [1 if (size := self._size(batch)) is None else size for batch in order]
         return [sum(size > rank for size in sizes) for rank in range(part.world_size)]
 
-    def part_of(self, epoch: int, rank: int) -> Part:
-        """A worker's minibatches in an epoch of `orders`, each with its counted samples."""
+    def part_of(self, epoch: int, rank: int) -> Part | None:
+        """A worker's minibatches in an epoch, each with its counted samples; None if not all of it is in `orders`."""
+        order = self.orders.get(epoch)
+        if order is None or not order.whole:
+            return None
         part = dataclasses.replace(self._part, rank=rank)
-        return list(part.taken(self.orders[epoch], self._cut, self._size))
+        return list(part.taken(order, self._cut, self._size))
 
     def __len__(self) -> int:
         return self._part.count(len(self._batches))  # TypeError if the sampler has none
@@ -247,7 +251,9 @@ class ShardedLoader(DataLoader[Any]):
     def _noted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
     ) -> Iterator[Any]:
-        takeover = self._part.takeover if torch.is_grad_enabled() else None
+        takeover = self._part.takeover
+        if takeover is not None and not (takeover.in_rounds or torch.is_grad_enabled()):
+            takeover = None  # a validation
         steps: EpochSteps | EpochDeal | None = None
         for batch in batches:
             epoch = sampler.latest if epoch is None else epoch
@@ -267,20 +273,29 @@ class ShardedLoader(DataLoader[Any]):
             try:
                 yield from self._taken_over(sampler, steps)
             except GeneratorExit:  # the loop may not have used the last minibatch
-                steps.used()
+                if isinstance(steps, EpochSteps):
+                    steps.used()
                 raise
+
+    def _deals_of(self, takeover: Takeover) -> LoaderDeals:
+        if (deals := takeover.deals.get(self._number)) is None:
+            part = self._part
+            deals = LoaderDeals(takeover, part.rank, part.world_size, self._index_sampler.part_of)
+            takeover.deals[self._number] = deals
+        return deals
 
     def _epoch_of(self, takeover: Takeover, epoch: int) -> EpochSteps | EpochDeal:
         if takeover.in_rounds:
-            part, sampler, before = self._part, self._index_sampler, takeover.deals.get(self._number)
-            deal = EpochDeal(epoch, before, takeover, part.rank, part.world_size, sampler.part_of)
-            takeover.deals[self._number] = deal
-            return deal
+            return self._deals_of(takeover).begin(epoch)
         return EpochSteps(takeover, Epoch(self._number, epoch))
 
     def _taken_over(self, sampler: ShardedBatchSampler, steps: EpochSteps | EpochDeal) -> Iterator[Any]:
         """Yields the minibatches that this worker takes over from lost workers, block by block."""
-        blocks = _blocks(sampler, steps) if isinstance(steps, EpochSteps) else steps.rest()
+        if isinstance(steps, EpochSteps):
+            blocks = _blocks(sampler, steps)
+        else:
+            assert self._part.takeover is not None
+            blocks = self._deals_of(self._part.takeover).rest(steps)
         for chosen in blocks:
             for batch, (_, samples) in zip(self._loaded([batch for batch, _ in chosen]), chosen, strict=True):
                 self._part.note(length_of((batch,)) if samples is None else samples)
@@ -302,7 +317,7 @@ def _blocks(sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Part]:
     while (block := steps.take(sampler.parts, sampler.orders)) is not None:
         where = block.epoch.number, block.rank
         if where not in parts:
-            parts[where] = sampler.part_of(*where)
+            parts[where] = sampler.part_of(*where) or []
         yield parts[where][block.first : block.first + block.size]
 
 

@@ -21,7 +21,7 @@ from gradstream.errors import ConfigError
 from gradstream.session.bridge import LoopBridge
 
 if TYPE_CHECKING:
-    from gradstream.session.deals import EpochDeal
+    from gradstream.session.deals import LoaderDeals
 
 # ---- loaders takeover --------------------------------------------------------------------
 # Takes over a lost worker's minibatches of an epoch once a worker has finished its own part.
@@ -78,7 +78,7 @@ class Takeover:
         bridge: reaches the coordinator; None before the loop can make steps.
         in_rounds: all loops make their rounds together, and deal out the minibatches themselves: see `deals`. Else the
             coordinator assigns them.
-        deals: by number of a loader, its latest epoch.
+        deals: by number of a loader, its latest epochs.
         own_data: the loop has used minibatches, or samples, of no loader of which others could take over the rest.
     """
 
@@ -86,7 +86,7 @@ class Takeover:
         self.steps = steps
         self.in_rounds = False
         self.own_data = False
-        self.deals: dict[int, EpochDeal] = {}
+        self.deals: dict[int, LoaderDeals] = {}
         self.bridge: LoopBridge | None = None
         self._num_loaders = 0
 

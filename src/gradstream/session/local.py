@@ -52,7 +52,7 @@ class LocalModule(ModuleBinding):
         self._in_pairs = in_pairs
         self._begun = self._own = torch.empty(0)  # w and w_i
         for parameter in parameters:
-            parameter.register_hook(lambda own: torch.zeros_like(own) if is_repeat() else own)  # type: ignore[no-untyped-call]
+            parameter.register_hook(lambda own: own * 0 if is_repeat() else own)  # type: ignore[no-untyped-call]
 
     def check_unchanged(self, where: str) -> None:
         """Checks that the module still has its parameters; their values may change."""
@@ -261,7 +261,8 @@ class LocalRound:
         A change without a step weighs as much as the last step.
         """
         if self._steps > self._begun or self._binding.changed:
-            self._samples = self._samples or self._last
+            if self._steps == self._begun:
+                self._samples = self._last
             self._hand_over()
 
     def _hand_over(self) -> None:

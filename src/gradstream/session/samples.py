@@ -69,14 +69,14 @@ class SampleCount:
 
     Attributes:
         unseen: some pass was made with samples of no loader of `shard`.
+        ahead: the loop has taken a minibatch before it has used the one before, so nobody knows which is in a round.
     """
 
     def __init__(self) -> None:
-        self.unseen = False
+        self.unseen = self.ahead = False
         self._has_loader = False
         self._taken: list[_Minibatch] = []  # not used by a training pass yet
         self._noted: list[_Minibatch] = []  # used for the next exchange
-        self._of_pass: list[_Minibatch] = []  # used by the latest training pass
         self._current: _Minibatch | None = None  # the only minibatch of the last exchange, if it had one
         self._last: float = 1
         self._set: float | None = None
@@ -97,6 +97,7 @@ class SampleCount:
             loader: the loader that yields it.
         """
         if torch.is_grad_enabled():
+            self.ahead |= any(minibatch.loader is loader for minibatch in self._not_evaluated())
             self._taken = [*self._not_evaluated(), _Minibatch(samples, loader)]
 
     def over(self, loader: object = None) -> None:
@@ -137,14 +138,16 @@ class SampleCount:
 
     def use(self) -> None:
         """Notes that a training pass has used the minibatches taken so far, so they count."""
-        self._of_pass = self._not_evaluated() or self._of_pass
         self._noted += self._taken
         self._taken = []
 
     def is_repeat(self) -> bool:
-        """Whether only repeated minibatches are behind the pass that is made now."""
-        own = self._not_evaluated() or self._of_pass
-        return bool(own) and all(minibatch.samples == 0 for minibatch in own)
+        """Whether the pass that is made now is only of repeated minibatches: what `take_pass` would find."""
+        new = self._not_evaluated()
+        own = [*self._noted, *(new if self._noted or new or self._seen is not None else self._taken)]
+        if own:
+            return all(minibatch.samples == 0 for minibatch in own)
+        return self._current is not None and not self._current.over and self._current.samples == 0
 
     def take(self, before: Sequence[PassSamples] = ()) -> float:
         """The number of samples of the exchange that is made now.

@@ -50,7 +50,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is worker 0."""
+        """Whether this is worker 0, or in a group the first worker that is left."""
         return self.rank == 0
 
     @property

@@ -181,6 +181,12 @@ class WorkerSession(Session):
         self._closed = False
 
     @property
+    def is_main(self) -> bool:
+        """See `Session.is_main`."""
+        bridge = self._connection.bridge
+        return self.rank == (0 if bridge is None else bridge.first_member)
+
+    @property
     def step(self) -> int:
         """See `Session.step`."""
         self._resume_point.asked = True
@@ -541,6 +547,8 @@ class WorkerSession(Session):
         self._takeover.bridge = bridge
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
+        elif self._in_pairs:
+            bridge.find_left = lambda: Left({}, own_data=True)  # nobody takes anything over
         self._early_barrier.over()
         return bridge
 
@@ -548,8 +556,8 @@ class WorkerSession(Session):
         """What lost workers had left of the data."""
         batches: Counter[int] = Counter()
         for deal in self._takeover.deals.values():
-            batches.update(deal.left())
-        return Left(batches, self._takeover.own_data or self._samples.unseen)
+            batches.update(deal.undealt())
+        return Left(batches, self._takeover.own_data or self._samples.unseen or self._samples.ahead)
 
     def _step(self, lr: float, loss: float) -> None:
         samples, _ = whole(self._taken_samples())

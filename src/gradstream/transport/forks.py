@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -34,19 +34,22 @@ def break_in_forks(endpoint: object, addresses: dict[str, str]) -> None:
 
 
 def _break() -> None:
-    own, peers = set[str](), set[str]()
+    ends, names = set[tuple[str | None, str]](), set[str]()
     for endpoint, addresses in list(_addresses.items()):
-        own.add(getattr(endpoint, "address", ""))
-        peers.update(addresses.values())
-    if not own:
+        for address in (getattr(endpoint, "address", ""), *addresses.values()):
+            host, _, port = address.rpartition(":")
+            ends.add((_host(host), port))
+            names.add(address.strip("\0"))
+    ends.discard((None, ""))
+    if not ends:
         return
     null = os.open(os.devnull, os.O_RDWR)
     for number in _sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as copied:
-            name, peer = copied.getsockname(), None
+            sides = [copied.getsockname()]
             with suppress(OSError):  # it listens
-                peer = copied.getpeername()
-            if _is_one_of(name, own) or _is_one_of(peer, peers):
+                sides.append(copied.getpeername())
+            if any(_is_one_of(side, ends, names) for side in sides):
                 os.dup2(null, number, inheritable=False)
     os.close(null)
 
@@ -59,17 +62,14 @@ def _sockets() -> Iterable[int]:
                     yield int(entry.name)
 
 
-def _is_one_of(name: object, addresses: set[str]) -> bool:
-    """Whether the name of a socket is one of these addresses. A host may be given by name: then its port decides."""
-    if isinstance(name, bytes):
-        return name.decode(errors="replace") in addresses
-    if not isinstance(name, tuple):
+def _is_one_of(side: object, ends: Set[tuple[str | None, str]], names: Set[str]) -> bool:
+    """Whether a side of a socket is an address of a node. A host may be given by its name: then the port decides."""
+    if isinstance(side, bytes):  # of a Unix socket: the node's name, or one that has it as a part
+        text = "/" + side.decode(errors="replace").strip("\0") + "/"
+        return any(f"/{name}/" in text for name in names if name)
+    if not isinstance(side, tuple):
         return False
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if port == str(name[1]) and _host(host) in (None, _host(name[0]), *EVERY):
-            return True
-    return False
+    return any((host, str(side[1])) in ends for host in (_host(side[0]), None, *EVERY))
 
 
 def _host(text: str) -> str | None:
