@@ -230,6 +230,17 @@ def test_links_are_measured_again_at_each_boundary() -> None:
     )  # the same period, since nothing has changed
 
 
+def test_a_phase_behind_auto_does_not_repeat_its_reason() -> None:
+    phases = [
+        gs.Phase(steps=12, strategy="allreduce"),
+        gs.Phase(epochs=1, strategy="auto"),
+        gs.Phase(epochs=1, strategy="synchronous", servers=1),
+    ]
+    _, (_, why), last = chosen(run_of(100, strategy="allreduce", epochs=None, phases=phases))
+    assert why
+    assert last == ("synchronous", "")
+
+
 def test_a_run_that_is_stopped_exchanges_as_it_was_chosen() -> None:
     storage = MemoryStorage()
     whole = run_of(100)

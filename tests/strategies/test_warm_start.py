@@ -146,13 +146,12 @@ def test_stopped_anywhere_it_goes_on_where_it_was(length: str) -> None:
 def test_a_resumed_run_has_its_warm_start_behind_it() -> None:
     strategy, storage = gs.Downpour(warm_start="1epoch"), MemoryStorage()
     with pytest.raises(Interrupted):
-        tokens(strategy, storage=storage, script=stop_at(1.0))
+        tokens(strategy, storage=storage, script=stop_at(0.7))
     run = tokens(strategy, storage=storage, resume=True)
     (resumed,) = [event for event in run.events if event["event"] == "resumed"]
     assert resumed["samples"] > 2 * NUM_TOKENS
-    last = turns(run)[-1]
-    assert (last["waiting"], last["samples"]) == ([], resumed["samples"])
-    assert last["time_s"] <= resumed["time_s"] + 0.1
+    assert not turns(run)
+    assert len(steps_between(run, 0.0, 1e9)) == 4
 
 
 # ---- the ledger -------------------------------------------------------------------------------
@@ -225,6 +224,34 @@ def test_what_a_run_goes_through_in_all() -> None:
     for limits in ({"epochs": 5}, {"steps": 7}):
         ledger = Ledger(plan, epochs=limits.get("epochs"), steps=limits.get("steps"))
         assert ledger.total_samples == sum(ledger.samples(epoch) or 0 for epoch in range(ledger.num_epochs))
+
+
+# ---- phases -----------------------------------------------------------------------------------
+
+
+def phased(first: int | str, second: int | str) -> gs.Run:
+    """Two phases of two epochs each, with warm starts."""
+    each = [gs.Phase(epochs=2, strategy=gs.Downpour(warm_start=length)) for length in (first, second)]
+    return tokens(gs.Downpour(), epochs=None, phases=each)
+
+
+def test_the_warm_start_of_a_phase_counts_from_the_beginning_of_the_run() -> None:
+    run = phased("0.5epochs", "3epochs")
+    check_exactly_once(run, NUM_TOKENS, 4)
+    assert [event["alone"] for event in turns(run)] == ["worker-0", "", "worker-0", ""]
+    assert turns(run)[2]["samples"] == 2 * NUM_TOKENS
+    assert turns(run)[3]["samples"] >= 3 * NUM_TOKENS
+    with pytest.raises(ConfigError, match=r"takes all 96 samples of the run up to the end of phases\[1\]"):
+        phased("0.5epochs", "4epochs")
+
+
+def test_nobody_hears_of_a_warm_start_that_was_over_before() -> None:
+    assert [event["alone"] for event in turns(phased("1epochs", "1epochs"))] == ["worker-0", ""]
+    run = phased(47, 47)  # the warm start ends with its phase
+    assert [event["alone"] for event in turns(run)] == ["worker-0"]
+    first_s, second_s = [event["time_s"] for event in run.events if event["event"] == "phase"]
+    paused_s = [worker.paused_s for worker in figures_of(run.events).workers]
+    assert paused_s == pytest.approx([0.0, *[second_s - first_s] * 3], abs=0.01)
 
 
 # ---- arithmetic -------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class WarmStart(Lead):
 
     def on_begin(self, at_s: float) -> list[Instruction]:
         """Begins with the worker of the lowest rank; not in a run that is resumed behind its warm start."""
-        return self._next()
+        return [] if self._is_over else self._next()
 
     def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
         """Lets the next worker take the place of the one that trains alone."""
@@ -57,8 +57,9 @@ class WarmStart(Lead):
         return []
 
     def on_progress(self, at_s: float) -> list[Instruction]:
-        """Ends the warm start."""
-        return [*self._next(), Notify()] if self.alone and self._is_over else []
+        """Ends the warm start, unless nothing is left for the others."""
+        ends = self.alone and self._is_over and not self._progress.ledger.finished
+        return [*self._next(), Notify()] if ends else []
 
     @property
     def _is_over(self) -> bool:

@@ -16,6 +16,7 @@ from gradstream.report.staleness import StalenessRow, staleness_by
 from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.report.summary import begin_s, carriers_of, summary_of
 from gradstream.report.worker_figures import (
+    CHANGES,
     WorkerFigures,
     attributed,
     by_node,
@@ -119,7 +120,7 @@ def figures_of(events: Sequence[EventDict]) -> RunFigures:
     nodes = _nodes(by_kind)
     steps = by_kind["step"] = attributed(by_kind["step"])
     end_s = max((event["time_s"] for event in (*steps, *by_kind["finished"])), default=0.0)
-    pauses = pauses_of(by_kind["warm_start"], end_s)
+    pauses = pauses_of([event for event in events if event["event"] in CHANGES], end_s)
     return RunFigures(
         summary=summary_of(events),
         status=status_of(events),

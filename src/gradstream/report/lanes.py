@@ -14,7 +14,7 @@ from html import escape
 from gradstream.report.charts import time_text
 from gradstream.report.figures import RunFigures
 from gradstream.report.summary import begin_s
-from gradstream.report.worker_figures import pauses_of
+from gradstream.report.worker_figures import CHANGES, pauses_of
 from gradstream.telemetry.events import GROUP, EventDict
 
 # ---- timeline ----------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def lanes_of(
     bands: defaultdict[tuple[str, str], list[Band]] = defaultdict(list)
     changes: list[EventDict] = []
     for event in events:
-        if event["event"] == "warm_start":
+        if event["event"] in CHANGES:
             changes.append(event)
         elif event["event"] == "step":
             steps[event["rank"]].append(event)

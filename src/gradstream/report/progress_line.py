@@ -168,6 +168,7 @@ class ProgressLine:
             case "phase":
                 self.total_steps = event["total_steps"]
                 self._members.expected, self._by_round = event["workers"], event["in_rounds"]
+                self._members.paused = set()
             case "joined":
                 self._members.joined(event["who"])
             case "machine" if event["state"] == "joined":

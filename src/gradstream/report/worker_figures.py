@@ -176,18 +176,23 @@ def _machine(events: Sequence[EventDict]) -> dict[str, Any]:
 # When which workers waited for a warm start, and so were neither slow nor lost nor idle; changes of a run in words.
 
 
+CHANGES = ("resumed", "phase", "warm_start")
+"""Kinds of events that end a wait, in the order in which the beginning of a phase brings them."""
+
+
 def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:
     """When each worker waited for the warm start of another, by name, in seconds.
 
     Args:
-        changes: "warm_start" events, in the order of time.
+        changes: events of the kinds `CHANGES`, in the order of time. Nobody waits behind a boundary, unless a
+            "warm_start" event of the new phase says so.
         end_s: end of the run.
     """
     pauses: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     ends = [*(event["time_s"] for event in changes[1:]), end_s]
     for event, until_s in zip(changes, ends, strict=False):
         begin_s = event["time_s"]
-        for name in event["waiting"]:
+        for name in event.get("waiting", ()):
             if until_s <= begin_s:
                 continue
             continues = pauses[name] and pauses[name][-1][1] == begin_s

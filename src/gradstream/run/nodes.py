@@ -153,7 +153,7 @@ def _membership(
             until_here=plan.phase_until,
             boundary=boundary,
             present=plan.phase,
-            successor=replace(plan.phase, over=True) if plan.follows else None,
+            successor=replace(plan.phase, over=True, chosen="") if plan.follows else None,
             opening=None if plan.whole is None else _announced(plan, plan.whole, started),
             variance_test=plan.variance_test,
             link_choice=plan.link_choice,

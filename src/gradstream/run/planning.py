@@ -6,6 +6,7 @@ plan again; nodes that are threads or simulated share the launcher's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gradstream.checkpoint.manifest import JobPhase, Resume
@@ -45,7 +46,10 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     job = measured_first(job)
     if job.phases:
         return _plan_phases(job, run_id, resume, keeps)
-    return _plan_job(job, run_id, resume, keeps)
+    plan = _plan_job(job, run_id, resume, keeps)
+    if resume is None:
+        _check_warm_starts([plan])
+    return plan
 
 
 def plan_at(plan: RunPlan, resume: Resume | None) -> RunPlan:
@@ -58,6 +62,7 @@ def _plan_phases(job: Job, run_id: str, resume: Resume | None, keeps: bool) -> R
     no_disk = {} if keeps else {"no disk": "a shape-only simulation"}
     refuse({**traits_of_job(job), **no_disk})
     every = tuple(_plan_phase(job, run_id, JobPhase(number), None) for number in range(len(job.phases)))
+    _check_warm_starts(every)
     for number, one in enumerate(job.phases):
         if one.strategy == AUTO:  # what it may become has to be possible too
             _plan_phase(job, run_id, JobPhase(number, chosen=Chosen(every=2, codec="int8").as_json()), None)
@@ -91,7 +96,7 @@ def _after(job: Job, run_id: str, at: JobPhase, resume: Resume) -> JobPhase | No
             epochs=resume.done.epochs,
             rounds=resume.rounds,
             boundary=boundary,
-            chosen=at.chosen,
+            chosen=at.chosen if at.over else "",  # else it says how this phase itself exchanges
         )
     return None
 
@@ -153,13 +158,7 @@ def _plan_job(
     )
     if resume is not None and (of is None or (of[1].number == resume.phase.number and not resume.phase.over)):
         _check_procedure(plan, resume)
-    ledger = plan.ledger()
-    total = ledger.total_samples if isinstance(ledger, Ledger) and resume is None else None
-    if total is not None and total <= plan.warm_start:
-        raise ConfigError(
-            f"{strategy}: the warm start takes all {total:,} samples of the run, so nothing is left for all workers "
-            "together; shorten it, or make the run longer"
-        )
+    plan.ledger()  # raises where the numbers do not fit
     if job.micro_batches > 1:
         check_micro_batches(job, getattr(plan.batch_plan(), "batch_sizes", ()))  # a stream does not know
     if isinstance(strategy, ServerStrategy):
@@ -172,6 +171,28 @@ def _plan_job(
                 "from gradstream.server.aggregation.AggregationRule"
             )
     return plan
+
+
+def _check_warm_starts(plans: Sequence[RunPlan]) -> None:
+    """Raises ConfigError where a warm start, which counts from the beginning of the run, outlasts its phase.
+
+    Args:
+        plans: those of the run's phases, as if each were the first; or the one of a job without phases.
+    """
+    total, end = 0, "the run"
+    for plan in plans:
+        ledger = plan.ledger()
+        samples = ledger.total_samples if isinstance(ledger, Ledger) else None
+        if samples is None:
+            return
+        total += samples
+        if plan.phase.number:
+            end = f"the run up to the end of phases[{plan.phase.number}]"
+        if 0 < plan.warm_start >= total:
+            raise ConfigError(
+                f"{plan.strategy}: the warm start takes all {total:,} samples of {end}, so nothing is left for all "
+                "workers together; shorten it, or make the run longer"
+            )
 
 
 def _check_procedure(plan: RunPlan, resume: Resume) -> None:
