@@ -114,7 +114,7 @@ class Gradstream:
             parts[self.rank].tensor.fill_(1.0)
             self._vectors[elems] = own, parts
         own, parts = self._vectors[elems]
-        from gradstream.collectives.shm.operations import finish
+        from gradstream.collectives.shm.barrier import finish
 
         if way == "read":
             return in_a_row(lambda: finish(core.barrier()), self._only_read(parts, elems), repeats)
@@ -138,7 +138,7 @@ class Gradstream:
     def _only_read(self, parts: list[Any], elems: int) -> Call:
         """This rank's part of the vectors of all, two at a time; and the barriers of an allreduce."""
         from gradstream.collectives.group import slice_of
-        from gradstream.collectives.shm.operations import finish
+        from gradstream.collectives.shm.barrier import finish
 
         start, stop = slice_of(elems, self.rank, self.size)
         mine, core = [part.tensor[start:stop] for part in parts], self._group._core
@@ -154,7 +154,7 @@ class Gradstream:
     def _only_move(self, parts: list[Any], total: Any) -> Call:
         """As `_only_read`, but the first rank's part is copied to where the sum lies, as the C library copies."""
         from gradstream.collectives.group import slice_of
-        from gradstream.collectives.shm.operations import finish
+        from gradstream.collectives.shm.barrier import finish
 
         start, stop = slice_of(len(total), self.rank, self.size)
         first, *others = [part.tensor[start:stop] for part in parts]
@@ -178,7 +178,7 @@ class Gradstream:
 
 def share_of_core(core: Any, wait_s: float) -> float:
     """CPU seconds per second of a rank that waits for the last one, which comes late."""
-    from gradstream.collectives.shm.operations import finish
+    from gradstream.collectives.shm.barrier import finish
 
     finish(core.barrier())
     if core.rank == core.size - 1:

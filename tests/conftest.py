@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             drawn = drawn_of(name, its_cases, num_drawn)
             for item in its_cases:
                 item.add_marker("slow")
-                if seconds_a_case >= LONG_S or item not in drawn:
+                if not item.get_closest_marker("kept") and (seconds_a_case >= LONG_S or item not in drawn):
                     item.add_marker("long")
         if by_kind:
             for item in its_cases:
@@ -135,7 +135,7 @@ def drawn_of(name: str, cases: list[pytest.Item], num: int) -> list[pytest.Item]
         for item in random.Random(name).sample(cases, len(cases))
         if isinstance(item, pytest.Function)
     }
-    seen = set[tuple[str, str]]().union(*(left.pop(item) for item in kept))
+    seen = set[tuple[str, str]]().union(*(left.pop(item, set()) for item in kept))
     drawn = list[pytest.Item]()
     while left and len(drawn) < num:
         drawn.append(max(left, key=lambda item: len(left[item] - seen)))

@@ -4,6 +4,7 @@
 * links in README.md and docs/ lead to files, and to headings that exist;
 * Python blocks in them compile;
 * every Python file that a page names in backticks is there;
+* every module that a docstring or a comment names as `package.module` is there;
 * pages use the words of the glossary, and no clause that begins with "who" or "what" is a subject;
 * no file names a directory of somebody's machine;
 * tables that say what goes with what are those of `trait_tables.py`.
@@ -24,6 +25,8 @@ import trait_tables
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:[\w.-]+/)*\w+\.py)`")
+NAMED_MODULE = re.compile(r"`(?!session\.|\w+\.(?:html|json|new|py)`)(\w+)\.(\w+)[\w.]*`")
+"""Not of the package `session`: docstrings name methods of the user's session alike."""
 WRITTEN_FILE = re.compile(r"<!-- file: (\w+\.py) -->")
 BLOCK = re.compile(r"^```(?:python|py)\s*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OLD_WORDS = re.compile(
@@ -112,6 +115,19 @@ def missing_files() -> Iterator[str]:
                     yield f"{page.relative_to(ROOT)}:{number}: there is no file {name}"
 
 
+def missing_modules() -> Iterator[str]:
+    """Modules that docstrings and comments name in backticks, `package.module`, and that do not exist."""
+    source = ROOT / "src/gradstream"
+    packages = {path.parent.name: path.read_text() for path in source.glob("*/__init__.py")}
+    for path in sorted(source.rglob("*.py")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for package, name in NAMED_MODULE.findall(line):
+                at = source / package / name
+                known = at.is_dir() or at.with_suffix(".py").exists() or package not in packages
+                if not known and not re.search(rf"\b{name}\b", packages[package]):
+                    yield f"{path.relative_to(ROOT)}:{number}: there is no module {package}.{name}"
+
+
 def odd_words() -> Iterator[str]:
     """Lines of pages with a word that the glossary has replaced, or a sentence whose subject is a clause."""
     for page in pages():
@@ -154,6 +170,7 @@ def main() -> int:
         *undocumented(),
         *broken_links(),
         *missing_files(),
+        *missing_modules(),
         *odd_words(),
         *broken_blocks(),
         *machine_paths(),

@@ -1,11 +1,11 @@
 """Question: how soon do four machines behind slow links have a network at a fixed accuracy or loss on held-back data?
 
 Makes the machines as network namespaces of this one (`tc tbf`), which share its cores. Each row trains one of the
-networks of `links/tasks.py` on all of them with one thread each: gradstream's strategies with codecs, torch's DDP over
-gloo with what torch has against slow links, hivemind with local updates, torchft's DiLoCo. A row's rate is that of its
-family in `links/rates.py`. What counts is the time until an evaluation has the goal; evaluations are in it, the start
-of processes is not. A row is cut at `--times` the best time of gradstream so far, and not repeated with other seeds
-if it was cut with the first one. Takes root, `ip`, `tc` and GRADSTREAM_DATA.
+networks of `slow_links/tasks.py` on all of them with one thread each: gradstream's strategies with codecs, torch's
+DDP over gloo with what torch has against slow links, hivemind with local updates, torchft's DiLoCo. A row's rate is
+that of its family in `slow_links/rates.py`. What counts is the time until an evaluation has the goal; evaluations are
+in it, the start of processes is not. A row is cut at `--times` the best time of gradstream so far, and not repeated
+with other seeds if it was cut with the first one. Takes root, `ip`, `tc` and GRADSTREAM_DATA.
 
     python studies/slow_links/slow_links.py  # 100 Mbit/s: about two hours
     python studies/slow_links/slow_links.py --rate 10mbit --latency-ms 50

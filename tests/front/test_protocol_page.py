@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor
 
+import gradstream as gs
 from gradstream.transport.methods import LIMITS, METHODS
 from gradstream.wire import v1
 
@@ -79,3 +81,9 @@ def test_limits_are_those_of_every_node(row: tuple[str, str]) -> None:
 
 def test_the_lines_of_the_worker_are_counted() -> None:
     assert len((ROOT / "examples/javascript/worker.mjs").read_text().splitlines()) < 150
+
+
+def test_the_worker_in_javascript_asks_for_options_that_downpour_has() -> None:
+    can = re.search(r"const can = \{(.*?)\}", EXAMPLE, re.DOTALL)
+    assert can is not None
+    assert set(re.findall(r"(\w+):", can[1])) <= {field.name for field in dataclasses.fields(gs.Downpour)}

@@ -141,10 +141,10 @@ def test_recordings(data: bytes) -> None:
     "data",
     [
         block(b"[]"),
-        block(b'{"format": 2}'),
-        block(b'{"format": 2, "node": 3}'),
+        block(b'{"format": 3}'),
+        block(b'{"format": 3, "node": 3}'),
         block(b"[" * 100_000),
-        block(b'{"format": 2, "node": "shard-0"}') + block(bytes(65 << 20)),
+        block(b'{"format": 3, "node": "shard-0"}') + block(bytes(65 << 20)),
     ],
 )
 def test_files_of_recordings(data: bytes) -> None:

@@ -119,7 +119,7 @@ def _block(content: bytes) -> bytes:
     return len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little") + packed
 
 
-_LOG_HEAD = _json({"format": 2, "node": "shard-0", "job": "j", "threads": 1})
+_LOG_HEAD = _json({"format": log.FORMAT, "node": "shard-0", "job": "j", "threads": 1})
 
 
 def _log_blocks(data: bytes, rng: random.Random) -> bytes:

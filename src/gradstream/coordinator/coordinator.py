@@ -118,9 +118,9 @@ class Coordinator:
         checkpoints: how checkpoints are made; None makes none.
 
     Attributes:
-            clock: time of the events.
-            membership: see above.
-            on_begin: called when training begins, with `clock.zero_ns`; not in a process that replaces another.
+        clock: time of the events.
+        membership: see above.
+        on_begin: called when training begins, with `clock.zero_ns`; not in a process that replaces another.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class LossTolerance:
         quarantine_after: number of refused gradients in a row for which a worker counts as lost.
         obstacle: why no new process can take the place of a lost worker while the others train; "" if one can.
         redoes: shards say what the model has of a lost worker's pushes, and others redo those that are torn.
-        stands_in: until then, one of the others computes its part of each round.
+        stands_in: until a new process is there, one of the others computes its part of each round.
         keeps_shards: why the run cannot change its number of shards, and what to do; "" if it can.
         acknowledge: when shards acknowledge pushes. A lost shard comes back from its backup, "logged" in a file or
             "replicated" on another shard; where it is "applied", the run ends.

@@ -25,7 +25,7 @@ from gradstream.wire.frames import itemsize_bytes
 # ---- links -------------------------------------------------------------------------------
 # `Links`: whether the links of a group are fast enough for its exchange, and if not, how to exchange instead.
 #
-# `report.links` gives that as advice after a run, and `link_choice` uses it between two phases of a run.
+# `report.summary` gives that as advice after a run, and `link_choice` uses it between two phases of a run.
 #
 # The group has measured the cost of a message, α + n·β seconds for n bytes, and the steps show how long a minibatch is
 # computed: c seconds on the slowest worker. For W workers and a gradient of n bytes, C of them encoded, an exchange
@@ -311,7 +311,7 @@ class LinkChoice:
         balanced: whether workers get shares that fit their speed, so that no message needs to suggest that.
 
     Attributes:
-            only_measures: see above.
+        only_measures: see above.
     """
 
     KEPT = ("_alpha_s", "_beta_s_byte", "_seconds", "_rehearsed")

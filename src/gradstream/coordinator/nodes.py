@@ -34,19 +34,19 @@ class Nodes(Lead):
         alike: whether every replica holds all vectors, so that any of them can write a checkpoint.
 
     Attributes:
-            placement: the shards that hold the parameters.
-            newcomers: the shards that are about to replace them; None if there are none.
-            handing_over: whether the newcomers get the parameters now: nothing is updated meanwhile.
-            absent: names of the nodes that were missing when the run came to a boundary.
-            gone: the same of the last boundary, and nodes that may come later: the beginning does not wait for these.
-            revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
-            epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each
-                loss, each worker that joins later, and each group that has failed without a loss.
-            first_epoch: 1, or one more than the last before the boundary, so that nobody takes late messages.
-            leaving: names of workers that were asked to leave, and have said that they do.
-            expelled: why members count as lost although they are alive, by name. They may not come back.
-            backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
-            entering: names of workers that joined late, and wait for the round in which they begin.
+        placement: the shards that hold the parameters.
+        newcomers: the shards that are about to replace them; None if there are none.
+        handing_over: whether the newcomers get the parameters now: nothing is updated meanwhile.
+        absent: names of the nodes that were missing when the run came to a boundary.
+        gone: the same of the last boundary, and nodes that may come later: the beginning does not wait for these.
+        revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
+        epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each
+            loss, each worker that joins later, and each group that has failed without a loss.
+        first_epoch: 1, or one more than the last before the boundary, so that nobody takes late messages.
+        leaving: names of workers that were asked to leave, and have said that they do.
+        expelled: why members count as lost although they are alive, by name. They may not come back.
+        backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
+        entering: names of workers that joined late, and wait for the round in which they begin.
     """
 
     KEPT = (

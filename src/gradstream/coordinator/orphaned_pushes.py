@@ -10,7 +10,7 @@ name, under the same sequence number. Chunks that have it already skip it, so ea
 substitute dies, another one redoes all of it.
 
 The replica of a worker may be several processes, which push their parts of the same gradients to their own shards
-(`wire.parts`). They are the senders of the same pushes: a push is whole if all chunks of all parts have it. Each
+(`wire.chunks`). They are the senders of the same pushes: a push is whole if all chunks of all parts have it. Each
 process of the substitute's replica then redoes the push of one sender.
 
 In runs that do not redo pushes, others compute everything that a lost worker had without a receipt. If workers bring

@@ -43,10 +43,10 @@ class SampleProgress(Lead):
         in_rounds: whether the workers go through rounds.
 
     Attributes:
-            samples_per_epoch: see `num_samples`.
-            earlier_s: seconds of training before the run was resumed.
-            last_refused: why the latest refused gradient was refused; "" if there is none.
-            num_news: number of receipts so far.
+        samples_per_epoch: see `num_samples`.
+        earlier_s: seconds of training before the run was resumed.
+        last_refused: why the latest refused gradient was refused; "" if there is none.
+        num_news: number of receipts so far.
     """
 
     KEPT = ("_num_complete", "last_refused", "_began_s", "_heard_s")

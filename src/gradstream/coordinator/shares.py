@@ -35,7 +35,7 @@ class ShareBalance:
         plan: the coordinator's plan, which gets each decision, so that it knows the samples of each worker.
 
     Attributes:
-            sizes: by rank, the current number of samples.
+        sizes: by rank, the current number of samples.
     """
 
     KEPT = ("sizes", "_speeds", "_asked", "_decided")

@@ -104,7 +104,7 @@ class ArrayDataset:
 
     @property
     def quick_checks(self) -> dict[str, str]:
-        """Quick checksum of each array, which nodes of a machine compare; see `data.checksum.quick_checks`."""
+        """Quick checksum of each array, which nodes of a machine compare; see `data.arrays.quick_checks`."""
         names = ("inputs", "targets", "test_inputs", "test_targets")
         parts = [(getattr(self, name), name) for name in names]
         return quick_checks(dict(leaf for part in parts if part[0] is not None for leaf in leaves_of(*part)))

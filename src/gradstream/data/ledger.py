@@ -4,7 +4,7 @@ If a quorum makes each update, its decision about a round accounts for all minib
 (`record_decision`). Without rounds, workers ask for minibatches, which the ledger's `leases` give them.
 
 Receipts come in any order and more than once. The minibatches of a sequence have numbers k over all epochs
-(`BatchPlan.nth`); see `data.receipts` for the memory that they take.
+(`BatchPlan.nth`); see `data.leases` for the memory that they take.
 """
 
 from __future__ import annotations

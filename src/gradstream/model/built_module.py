@@ -340,7 +340,7 @@ def _row_sparse(module: nn.Module, trained: list[tuple[str, nn.Parameter]]) -> s
 
 
 def is_wide(slot: Slot) -> bool:
-    """Whether the tensor is a matrix whose gradient a linear layer writes directly; see `model.wide_linear`."""
+    """Whether the tensor is a matrix whose gradient a linear layer writes directly; see `WideLinear`."""
     return len(slot.shape) == 2 and slot.stop - slot.start >= WIDE_ELEMS
 
 

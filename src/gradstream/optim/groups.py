@@ -284,7 +284,7 @@ class GroupedRule:
         return self._ranges
 
     def without_l2(self) -> GroupedRule:
-        """The same rule for gradients that contain their weight decay already; see `optim.decay`."""
+        """The same rule for gradients that contain their weight decay already; see `l2_of`."""
         same = copy.copy(self)
         same._ranges = [dataclasses.replace(one, rule=without_l2(one.rule)) for one in self._ranges]
         return same

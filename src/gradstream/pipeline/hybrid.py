@@ -6,7 +6,7 @@ The n samples of a minibatch are divided evenly among the K parts. They go throu
     broadcast    K turns: turn t has the samples of part t, which sends them to all others
     slices       K turns: turn t has 1/K of the samples of each part
 
-In each turn (`split.hybrid` has the kinds of stages):
+In each turn (`split.hybrid_model` has the kinds of stages):
 
     first     each part sends what it has made of the turn's samples to the parts that use it
     pieces    each part computes its columns or rows of a layer, for all samples of the turn

@@ -24,7 +24,7 @@ delayed         2 d - 1                                   Chen, Eversole, Li, Yu
 
 M is the number of micro-batches, K of parts, v of stages of each part, p the part, from 0. d, the depth, is the
 number of parts from stage s to the loss: K - s on a chain of one stage a part. The last three do not flush: they
-are for micro-batches of successive minibatches, and read weights of several versions (`pipeline.versions`). There
+are for micro-batches of successive minibatches, and read weights of several versions (see "versions" below). There
 a part finishes one micro-batch in all of its stages before it goes back through the next, so that it can make one
 update for all of them. "pipedream-vertical" has the order of "pipedream".
 """
@@ -51,7 +51,7 @@ FLUSHING = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """Schedules of one minibatch: their gradient is that of the whole model at one version of the weights."""
 
 STREAMING = ("pipedream", "pipedream-vertical", "2bw", "delayed")
-"""Schedules of successive minibatches, which are in the pipeline at once: `pipeline.versions`."""
+"""Schedules of successive minibatches, which are in the pipeline at once: see "versions" below."""
 
 SCHEDULES = (*FLUSHING, *STREAMING)
 """All names."""

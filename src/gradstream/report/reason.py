@@ -10,7 +10,7 @@ another worker counts as that worker's computing, as far as the gradients of a s
     neither           the workers compute; a slow worker is named nevertheless
 
 A gradient takes wall time, part of which is CPU time. If the two differ much, the machine is the cause rather than the
-worker: other processes use its cores, or its disk is slow (see `report.host`). Everything else on such a machine,
+worker: other processes use its cores, or its disk is slow (see `report.cause`). Everything else on such a machine,
 including waiting, is slower in the same proportion.
 
 Two reasons come first if they take longer than all others: the worker that evaluates does not train meanwhile, and a

@@ -18,7 +18,7 @@ from gradstream.report.straggler import straggler_of
 from gradstream.telemetry.events import EventDict
 
 # ---- links -------------------------------------------------------------------------------
-# Reads the measurements on which `Links` bases its advice: see `coordinator.links`.
+# Reads the measurements on which `Links` bases its advice: see `coordinator.link_choice`.
 
 
 def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
@@ -203,7 +203,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         relayed: by pair of nodes that could not dial each other, bytes that went through the coordinator, both ways.
         group: how workers without servers sum: kind, algorithm, and by size if it was measured; or None.
         links: for an allreduce run over measured links, how long minibatches wait for their exchange and, if
-            that is long, how to exchange instead: see `report.links`.
+            that is long, how to exchange instead: see `links_of`.
         updates, duplicates, dropped, refused: totals of all shards, in chunks.
         peak_memory_bytes: by node, with file pages. peak_own_bytes: by node, without them.
         cpu_s: CPU seconds by role. cpu_work_s: by role, then by kind of work.

@@ -47,10 +47,10 @@ class SimulatedCluster:
         storage: the disk of all nodes; None makes an empty one.
 
     Attributes:
-            coordinator: the coordinator, once it has started.
-            store: the coordinator's durable state, from which `restart` continues; None keeps none.
-            successor_due: whether the script will restart the coordinator; until then the run continues without any
-                node.
+        coordinator: the coordinator, once it has started.
+        store: the coordinator's durable state, from which `restart` continues; None keeps none.
+        successor_due: whether the script will restart the coordinator; until then the run continues without any
+            node.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ class Runtime(Protocol):
     def left_s(self, since_ns: int, seconds: float) -> float:
         """Seconds for which a peer, last heard at `since_ns`, may still be silent, of `seconds` in all.
 
-        Time in which this node itself stood still does not count: see `runtime.stalls`.
+        Time in which this node itself stood still does not count: see `runtime.deadlines`.
         """
         ...
 

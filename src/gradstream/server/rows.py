@@ -273,7 +273,8 @@ def unpack(rows: RowMap, chunk: int, num_rows: int, payload: torch.Tensor) -> Ro
 # Rows on a shard: their sums, and the version in which each row changed last.
 #
 # A shard can apply an update to the rows of a push alone. That update has the bits of an update of the whole chunk
-# with gradient 0 in all other rows, for every update rule that leaves such elements unchanged (`optim.skips_zeros`).
+# with gradient 0 in all other rows, for every update rule that leaves such elements unchanged
+# (`optim.base.skips_zeros`).
 
 Part = torch.Tensor | RowPart
 """The content of one chunk of a push: all elements of the chunk, or some rows."""

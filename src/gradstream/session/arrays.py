@@ -264,7 +264,7 @@ class ArrayReplicaBinding(GradientBinding):
         return Fixed({name: array.copy() for name, array in self._arrays.items()})
 
     def extra(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """See `model.fixed.extra_of`."""
+        """See `model.built_module.extra_of`."""
         rule = self._updates.state
         state = {f"{EXTRA}rule.{name}": vector.numpy().copy() for name, vector in rule.items()}
         return {**state, STEPS: np.array(self._updates.steps)}

@@ -157,9 +157,9 @@ def _summary_of(run_dir: Path, *, resumes: bool) -> str:
 def at_the_end(close: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
     """Registers `close` for the end of the script, and `fail` for an exception that ends it.
 
-    For scripts that gradstream does not start itself (for the others see `run.script`). Python joins all threads before
-    it calls `atexit` functions, but a session's threads end only when it is closed. So this registers with `threading`,
-    as `concurrent.futures` does.
+    For scripts that gradstream does not start itself (for the others see `run.placement`). Python joins all threads
+    before it calls `atexit` functions, but a session's threads end only when it is closed. So this registers with
+    `threading`, as `concurrent.futures` does.
     """
     before = sys.excepthook
 

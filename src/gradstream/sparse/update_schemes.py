@@ -4,7 +4,7 @@
     lock               the lock of the whole vector, before the sample is read
     short_lock         the lock of the whole vector, once the components of the sample are known
     component_locks    a lock of each component of the sample, once they are known
-    round_robin        the turn to write, once the gradient is known; see `sparse.turns`
+    round_robin        the turn to write, once the gradient is known; see "turns" below
 
 Each lock is released after the last write.
 """

@@ -75,7 +75,7 @@ class LateWeights:
     def add_to(self, sinks: Mapping[Piece, Sink]) -> None:
         """Adds the gradient of each weight on which the outputs depend to its sink. To be called once.
 
-        That of a wide linear layer has no tensor of its own, as in `model.wide_linear`.
+        That of a wide linear layer has no tensor of its own, as in `model.built_module`.
         """
         for piece, one in self.known.items():
             sinks[piece].add(one)

@@ -277,7 +277,7 @@ class StageModel:
     def backward_inputs(
         self, saved: object, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The half of `backward` for which other stages wait; see `split.halves`."""
+        """The half of `backward` for which other stages wait; see `split.operations`."""
         graph = _graph_of(saved)
         found, graph.late = first_half(*graph.roots(gradients), graph.inputs, graph.leaves, graph.uses or ())
         self._restore(saved)

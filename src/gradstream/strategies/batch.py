@@ -249,7 +249,7 @@ class GroupProcedure:
 
 
 def _two_sum(total: Sequence[float], term: float) -> tuple[float, float]:
-    """Adds a term to (rounded sum, what rounding has lost): Knuth's TwoSum, as in `optim.pass_sum`."""
+    """Adds a term to (rounded sum, what rounding has lost): Knuth's TwoSum, as in `optim.merge.PassSum`."""
     high, low = total
     new = high + term
     if not math.isfinite(new):
@@ -304,7 +304,7 @@ class BatchMethod(ServerStrategy):
         return PassSum(self.vectors())
 
     def in_group(self) -> GroupStrategy:
-        """The same method in a group of workers without servers; see `strategies.batch_group`."""
+        """The same method in a group of workers without servers; see `BatchInGroup`."""
         return BatchInGroup(self)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:

@@ -111,7 +111,7 @@ class Softsync(StaleGradients):
     Args:
         splits: n, at least 1; with n of at least the number of workers, each gradient is an update.
         power: p, at least 0; 0 weighs all gradients alike. Leave it out beside a function.
-        weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
+        weight: "power", "exponential", or a function of τ; see `Penalty`.
 
     Example:
         >>> strategy = gs.Softsync(splits=2)

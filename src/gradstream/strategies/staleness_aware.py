@@ -60,7 +60,7 @@ class StalenessAware(StaleGradients):
 
     Args:
         power: p, at least 0; 0 weighs all gradients alike. Leave it out beside a function.
-        weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
+        weight: "power", "exponential", or a function of τ; see `strategies.softsync`.
         max_delay: R, at least 1: gradients that are this many updates old are dropped; None drops none.
 
     Example:

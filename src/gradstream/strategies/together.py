@@ -1,7 +1,7 @@
 """Client and server of strategies in which an update takes one push from every worker that takes part.
 
 A worker with nothing to do, at its end or while it is paused for a checkpoint, tells the servers so
-(`server.pause`). Updates then do not wait for it, nor for a lost worker. Its earlier pushes count.
+(`server.client`). Updates then do not wait for it, nor for a lost worker. Its earlier pushes count.
 """
 
 from __future__ import annotations

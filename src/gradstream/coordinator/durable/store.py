@@ -40,8 +40,8 @@ class StateStore:
         job: id of the run.
 
     Raises:
-            StateError: the file is not a coordinator's, or belongs to another run.
-            OSError: it cannot be opened or written.
+        StateError: the file is not a coordinator's, or belongs to another run.
+        OSError: it cannot be opened or written.
 
     Attributes:
         ruling: the number of this process; 0 before `rule`.

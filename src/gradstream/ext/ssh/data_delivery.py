@@ -194,7 +194,7 @@ class DataDelivery:
             files: the list of the files, as this machine kept it.
 
         Raises:
-                HostError: the machine has no room for it, or could not get it through this one either.
+            HostError: the machine has no room for it, or could not get it through this one either.
         """
         if self._without(files, [host]):
             self._pass_on([host], 0, self._relay)

@@ -3,7 +3,7 @@
     defaults < job file < TOML file < environment < command line
 
 `sources` reads them into `Setting`s, `values` converts them to the types of the job's fields, and `layers`
-puts them into the job; `run.effective_settings` shows the result. No list of fields is kept here: a new
+puts them into the job; `run.records` shows the result. No list of fields is kept here: a new
 field of `Job`, of a strategy or of an optimizer is a key at once.
 """
 

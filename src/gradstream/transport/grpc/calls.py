@@ -72,7 +72,7 @@ class BulkGate:
 
 
 class GrpcCarrier:
-    """The queue between a stream and its gRPC call; implements `transport.carrier.Carrier`.
+    """The queue between a stream and its gRPC call; implements `transport.base.Carrier`.
 
     Args:
         gate: holds back each message while control calls are in progress; None for control streams.

@@ -215,7 +215,7 @@ class GrpcConnection:
         checked: whether messages have checksums, whatever the peer wants.
 
     Attributes:
-            spoilt: whether no more calls may be made; see `SPOILT`.
+        spoilt: whether no more calls may be made; see `SPOILT`.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ MAX_EARLY = 4096
 
 
 class SocketSendHandle:
-    """The memory of a payload that is sent in place; implements `transport.carrier.SendHandle`.
+    """The memory of a payload that is sent in place; implements `transport.base.SendHandle`.
 
     Args:
         frame: the frame that the payload belongs to.
@@ -83,7 +83,7 @@ class SocketSendHandle:
 
 
 class MultiplexedCarrier:
-    """The carrier of one stream; implements `transport.carrier.Carrier`.
+    """The carrier of one stream; implements `transport.base.Carrier`.
 
     Args:
         multiplexer: carries the stream.

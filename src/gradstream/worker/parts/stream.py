@@ -5,7 +5,7 @@
 
 Forwards of later minibatches are among these passes: the replica has admitted those (`Window`). After each gradient the
 strategy makes its update, as in any run. So strategies do not know of streams, and each part updates when its own
-gradient is there: parts agree on nothing. Which version of the weights a pass reads is said in `pipeline.versions`.
+gradient is there: parts agree on nothing. Which version of the weights a pass reads is said in `pipeline.schedule`.
 The part keeps copies of versions: the parameters themselves may change at every update.
 """
 
