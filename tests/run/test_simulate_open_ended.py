@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,14 @@ class Scripted:
 
     averages_gradients = False
     behind = None
+    left = None
+
+    def members(self, ranks: Sequence[int], number: int) -> None:
+        self.there = list(ranks)
+
+    def again(self, current: Round) -> Turn:
+        current.gradient.copy_(self.latest)
+        return self.turned
 
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
         gradient = given.gradient
@@ -57,7 +66,8 @@ class Scripted:
         gradient.copy_(torch.from_numpy(residual @ x / len(x)))
         self.batches += 1
         self.samples += len(x)
-        return Turn(len(x), RATE, float(residual @ residual) / len(x))
+        self.latest, self.turned = gradient.clone(), Turn(len(x), RATE, float(residual @ residual) / len(x))
+        return self.turned
 
     def logged(self) -> tuple[()]:
         return ()
@@ -176,6 +186,33 @@ def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one(
             run = gs.simulate(job, config=config, script=kill_at("worker-1", 0.4))
             assert run.summary["workers_lost"] == ["worker-1"]
             assert run.summary["samples_accounted"] == 20
+
+
+@pytest.mark.parametrize("seconds", [0.03, 0.11, 0.16, 0.24, 0.31, 0.37, 0.48, 0.52, 0.66, 0.71, 0.83, 0.97])
+def test_a_round_that_a_death_has_broken_is_made_again_once_by_the_others(seconds: float) -> None:
+    """The parameters are those of rounds with three workers up to some round, and of two from it on."""
+    model, _ = least_squares(64, 5, reduction="mean")
+    own, config = Own([[1] * 20] * 3), gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
+    job = Job(model, own, strategy="allreduce", optimizer=gs.optim.SGD(lr=RATE), workers=3, deadlines=QUICK)  # type: ignore[arg-type]
+    run = gs.simulate(job, config=config, script=kill_at("worker-1", seconds))
+    assert run.summary["workers_lost"] == ["worker-1"]
+    for rank in (0, 2):
+        final = own.loops[rank].final
+        assert final is not None
+        np.testing.assert_array_equal(final.numpy(), run.parameters["w"])
+
+    def by_hand(whole: int) -> torch.Tensor:
+        loops, w = {rank: own.loop(rank) for rank in range(3)}, torch.zeros(5, dtype=torch.float64)
+        for number in range(20):
+            there = [rank for rank in range(3) if rank != 1 or number < whole]
+            gradients = [torch.zeros_like(w) for _ in there]
+            for rank, gradient in zip(there, gradients, strict=True):
+                loops[rank].turn(w, round_of(gradient))
+            w.add_(torch.stack(gradients).mean(0), alpha=-RATE)
+        return w
+
+    w = torch.from_numpy(run.parameters["w"])
+    assert any(torch.allclose(w, by_hand(whole), rtol=1e-12, atol=0) for whole in range(21))
 
 
 # ---- stopped and resumed --------------------------------------------------------------------
