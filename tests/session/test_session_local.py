@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
 from gradstream.errors import ClosedError, ConfigError
@@ -396,3 +397,21 @@ def test_what_cannot_be_is_refused() -> None:
         in_two(gs.LocalSGD(delay=1), plain(momentum, 2))
     with pytest.raises(ConfigError, match="take strategy='local-sgd' or 'diloco'"):
         in_two(gs.Synchronous(), plain(momentum, 2), codec="int8")
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_repeated_minibatch_changes_no_arrays_of_any_tree(nested: bool) -> None:
+    """Three minibatches for two workers: the second one of worker 1 repeats its first."""
+
+    def loop(session: gs.Session) -> list[float]:
+        inner: Any = np.zeros(3)
+        tree: Any = [{"a": inner}] if nested else {"a": inner}
+        for (ids,) in session.shard(DataLoader(TensorDataset(torch.arange(3)), batch_size=1)):
+            gradient = np.eye(3)[int(ids)]
+            gradients: Any = [{"a": gradient}] if nested else {"a": gradient}
+            session.exchange(tree, gradients, gs.optim.SGD(lr=1.0))
+        session.close()
+        return [float(one) for one in inner]
+
+    first, second = loop_in_threads(loop, strategy="local-sgd", strategy_options={"every": 1})
+    assert first == second == [-0.5, -0.5, -1.0]  # two samples a round, and then one

@@ -24,7 +24,7 @@ from torch import nn
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.model.base import Slot
-from gradstream.model.buffers import Arrays, Buffers, Tree
+from gradstream.model.buffers import Arrays, Buffers, Tree, rebuild
 from gradstream.optim.base import Optimizer
 from gradstream.session.arrays import ArrayBinding, LocalUpdates, check_rule
 from gradstream.session.binding import ModuleBinding
@@ -51,8 +51,14 @@ class LocalModule(ModuleBinding):
         super().__init__(module, parameters)
         self._in_pairs = in_pairs
         self._begun = self._own = torch.empty(0)  # w and w_i
+
+        def without_repeats(own: torch.Tensor) -> torch.Tensor:
+            if not is_repeat():
+                return own
+            return own * 0 if own.requires_grad else torch.zeros_like(own)  # the first keeps the graph
+
         for parameter in parameters:
-            parameter.register_hook(lambda own: own * 0 if is_repeat() else own)  # type: ignore[no-untyped-call]
+            parameter.register_hook(without_repeats)  # type: ignore[no-untyped-call]
 
     def check_unchanged(self, where: str) -> None:
         """Checks that the module still has its parameters; their values may change."""
@@ -147,7 +153,7 @@ class LocalArrays(ArrayBinding):
         check_rule(rule, self._rule)
         self.check(parameters)
         if self._is_repeat():
-            gradients = {name: np.zeros_like(gradient) for name, gradient in gradients.items()}
+            gradients = rebuild(parameters, lambda name: np.zeros_like(self.by_name[name]))
         self._updates.step(parameters, gradients, rule)
 
     def copy_gradient(self, gradient: torch.Tensor) -> None:
