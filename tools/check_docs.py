@@ -61,13 +61,14 @@ def undocumented() -> Iterator[str]:
 
 
 def faults(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int]]:
-    """(name, line) of a symbol and of its public methods, where they lack a docstring."""
+    """(name, line) of a symbol and of its public methods that override nothing, where they lack a docstring."""
     if not ast.get_docstring(node):
         yield node.name, node.lineno
     for inner in node.body if isinstance(node, ast.ClassDef) else []:
         if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
             continue
-        if not ast.get_docstring(inner):
+        overrides = any(ast.unparse(decorator) == "override" for decorator in inner.decorator_list)
+        if not ast.get_docstring(inner) and not overrides:
             yield f"{node.name}.{inner.name}", inner.lineno
 
 

@@ -14,6 +14,8 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from gradstream.checkpoint.folder import FOLDER
 from gradstream.checkpoint.manifest import MAX_BYTES, STATE, Manifest
 from gradstream.errors import GradstreamError, RefusedError
@@ -49,15 +51,15 @@ class ElsewhereStorage(DiskStorage):
         self._loop = asyncio.get_running_loop()
         self._manifests: dict[str, Manifest] = {}  # by folder
 
+    @override
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         if not _is_kept(path):
             return super().read(path)
         size_bytes = MAX_BYTES if path.endswith(f"/{STATE}") else self.size(path)
         return self.read_at(path, 0, size_bytes)
 
+    @override
     def read_at(self, path: str, offset: int, size: int) -> bytes:
-        """See `Storage.read_at`."""
         if not _is_kept(path):
             return super().read_at(path, offset, size)
         return self._wait(self._read(v1.Kept(path=path, offset_bytes=offset, size_bytes=size)))
@@ -72,12 +74,12 @@ class ElsewhereStorage(DiskStorage):
             raise FileNotFoundError(path)
         return files[name].size_bytes
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """See `Storage.names`."""
         return sorted([STATE, *self._manifest(folder).files]) if _is_kept(folder) else super().names(folder)
 
+    @override
     def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
-        """See `Storage.patch`."""
         if not _is_kept(path):
             super().patch(path, pieces)
             return

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.rendezvous import Rendezvous
@@ -488,10 +489,10 @@ class CommunicatorGroup(Group):
         """See `Group.common`: each rank has its own."""
         return self.allocate(elems, dtype, name)
 
+    @override
     def abandon(self, error: PeerLostError) -> None:
-        """See `Group.abandon`."""
         self._communicator.abandon(error)
 
+    @override
     async def close(self) -> None:
-        """See `Group.close`."""
         await self._communicator.close()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from typing_extensions import override
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
 from gradstream.collectives.algorithms.direct import all_to_all
@@ -90,16 +91,16 @@ class MessageGroup(CommunicatorGroup):
         )
         return own_slice(span, self.rank, self.size)
 
+    @override
     async def all_gather(self, span: Span) -> None:
-        """See `Group.all_gather`."""
         await self._carry_out(f"all_gather by {self._parts(span)}", self._parts(span), span)
 
     async def all_to_all(self, span: Span) -> None:
         """See `SwappingGroup`."""
         await self._carry_out("all_to_all", "", span)
 
+    @override
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
-        """See `Group.broadcast`."""
         if not 0 <= root < self.size:
             raise ConfigError(f"broadcast(root={root}): expected a rank from 0 to {self.size - 1}")
         await self._carry_out(f"broadcast from rank {root}", str(root), span)
@@ -197,13 +198,13 @@ class HierarchicalGroup(CommunicatorGroup):
         await self._between.allreduce(place)
         await self._inside.all_gather(span)
 
+    @override
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
-        """See `Group.reduce_scatter`."""
         async with self._lock:
             return await self._whole.reduce_scatter(span, weight=weight)
 
+    @override
     async def all_gather(self, span: Span) -> None:
-        """See `Group.all_gather`."""
         async with self._lock:
             await self._whole.all_gather(span)
 
@@ -212,13 +213,13 @@ class HierarchicalGroup(CommunicatorGroup):
         async with self._lock:
             await self._whole.all_to_all(span)
 
+    @override
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
-        """See `Group.broadcast`."""
         async with self._lock:
             await self._whole.broadcast(span, root=root)
 
+    @override
     async def close(self) -> None:
-        """See `Group.close`."""
         await self._inside.close()
         await super().close()
 

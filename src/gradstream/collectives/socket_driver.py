@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from gradstream.collectives.communicator import DataSocket
 from gradstream.collectives.schedule import Operation, PlanProgress, Recv
@@ -284,8 +285,8 @@ class SocketWriter(_Direction):
         self._unsent: list[memoryview] = []  # header and piece
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See `_Direction.is_done`."""
         return self._piece is None and not self._left
 
     def can_move(self) -> bool:
@@ -299,8 +300,8 @@ class SocketWriter(_Direction):
             self._piece, self._unsent = piece, [memoryview(head), data]
         return self._piece is not None
 
+    @override
     def move(self) -> None:
-        """See `_Direction.move`."""
         head, data = self._unsent
         try:
             sent = self._data_socket.socket.sendmsg(self._unsent)
@@ -327,16 +328,16 @@ class SocketReader(_Direction):
         self._adds = False
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See `_Direction.is_done`."""
         return self._piece is None and (self._is_over or not self._due)
 
+    @override
     def can_move(self) -> bool:
-        """See `_Direction.can_move`."""
         return self._transfer.is_free(self._piece or self._due.first())
 
+    @override
     def move(self) -> None:
-        """See `_Direction.move`."""
         if self._piece is None and self._has_head():
             self._begin()
         if self._piece is None or not self.can_move():

@@ -42,6 +42,7 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from gradstream.coordinator.lead import Emit, Instruction, Lead, Refuse, impossible
 from gradstream.coordinator.lifecycle import Lifecycle
@@ -347,8 +348,8 @@ class AssignmentReplies(Lead):
         self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # its newest answered request, and the answer
         self._present: tuple[list[v1.Node], str, list[int]] = ([], "", [])  # see `_active`
 
+    @override
     def durable(self) -> dict[str, object]:
-        """See `Lead`."""
         return {"replies": self, **({} if self._assignment is None else {"assignment": self._assignment})}
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.lead import Instruction, Lead
 from gradstream.coordinator.lifecycle import Lifecycle
@@ -47,8 +49,8 @@ class EarlyEnds(Lead):
         self._progress = progress
         self._snapshots = snapshots
 
+    @override
     def durable(self) -> dict[str, object]:
-        """See `Lead`."""
         return {name: criterion for name, (criterion, _) in self._named.items()}
 
     @property

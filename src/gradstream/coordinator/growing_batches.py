@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator.lead import Instruction, Lead
 from gradstream.coordinator.lifecycle import Lifecycle
@@ -126,8 +128,8 @@ class GrowingBatches(Lead):
         self._progress = progress
         self._nodes = nodes
 
+    @override
     def durable(self) -> dict[str, object]:
-        """See `Lead`."""
         return {"variance_test": self._test}
 
     def on_event(self, event: Mapping[str, Any], at_s: float) -> list[Instruction]:

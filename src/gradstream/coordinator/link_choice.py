@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from gradstream.codec import named
 from gradstream.codec.base import Codec
 from gradstream.coordinator.admission import Admission
@@ -434,8 +436,8 @@ class ExchangeChoice(Lead):
         self._life = life
         self._admission = admission
 
+    @override
     def durable(self) -> dict[str, object]:
-        """See `Lead`."""
         return {"links": self._choice}
 
     def on_event(self, event: Mapping[str, Any], at_s: float) -> list[Instruction]:

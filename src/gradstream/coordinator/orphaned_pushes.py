@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from gradstream.coordinator.lead import REPLICAS, SHARDS, Emit, Instruction, Lead, Lost, Notify, impossible
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import MAX_COUNT, SampleProgress, receipt_of, ref_of
@@ -146,8 +148,8 @@ class OrphanedPushes(Lead):
                 redo.substitute, redo.left = self._substitute(), set(redo.sequences)
         return []
 
+    @override
     def check(self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone) -> None:
-        """See `Lead`."""
         if isinstance(report, v1.Redone):
             return
         rank = worker_rank(report.sender)

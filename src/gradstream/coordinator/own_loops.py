@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.coordinator.lead import WORKERS, Instruction, Lead, Refuse, impossible
 from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.progress import MAX_COUNT
@@ -40,8 +42,8 @@ class OwnLoops(Lead):
         self._num_workers = num_workers
         self._life = life
 
+    @override
     def check(self, node: v1.Node, kind: str, report: v1.Begun) -> None:
-        """See `Lead`."""
         if abs(report.step) > MAX_COUNT:
             raise impossible(node.name, f"an epoch from step {report.step}; expected at most 2^53")
 

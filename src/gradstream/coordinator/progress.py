@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.checkpoint.manifest import Resume
 from gradstream.coordinator.lead import SHARDS, Emit, Instruction, Lead, impossible
 from gradstream.data.base import BatchRef
@@ -279,8 +281,8 @@ class QuorumDecisions(Lead):
         self._progress = progress
         self._num_workers = num_workers
 
+    @override
     def check(self, node: v1.Node, kind: str, report: v1.Decision) -> None:
-        """See `Lead`."""
         who, ranks, ledger = node.name, list(report.ranks), self._progress.ledger
         if who != "shard-0":
             raise impossible(who, "a decision; expected them from shard-0 alone")

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.coordinator.lead import WORKERS, Emit, Instruction, Lead, impossible
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import MAX_COUNT, SampleProgress, ref_of
@@ -57,8 +59,8 @@ class RefusedGradients(Lead):
         self._whole_rounds = whole_rounds
         self._in_a_row: dict[str, int] = {}
 
+    @override
     def check(self, node: v1.Node, kind: str, report: v1.Refused | bool) -> None:
-        """See `Lead`."""
         if isinstance(report, bool):
             return
         ref = ref_of(report.batch)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.coordinator.assignment import check_measured, speed_of
 from gradstream.coordinator.lead import Emit, Instruction, Lead, Lost, Refuse, impossible
 from gradstream.coordinator.nodes import Nodes
@@ -105,8 +107,8 @@ class Shares(Lead):
         self._ledger = ledger
         self._nodes = nodes
 
+    @override
     def durable(self) -> dict[str, object]:
-        """See `Lead`."""
         return {} if self.balance is None else {"balance": self.balance}
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:

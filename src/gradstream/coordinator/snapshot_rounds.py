@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.checkpoint.policy import Policy
@@ -261,8 +263,8 @@ class SnapshotRounds(Lead):
         )
         return [Notify()]
 
+    @override
     def check(self, node: v1.Node, kind: str, report: v1.SnapshotReport) -> None:
-        """See `Lead`."""
         most = self._progress.ledger.most_begun
         if report.kind not in v1.SnapshotReport.Kind.values():
             raise impossible(node.name, f"a report of unknown kind {report.kind}")

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.coordinator.lead import WORKERS, Instruction, Lead, Lost, Notify, impossible
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import MAX_COUNT, SampleProgress, ref_of
@@ -84,8 +86,8 @@ class StandIns(Lead):
                 self._by_rank.pop(node.rank, None)
         return []
 
+    @override
     def check(self, node: v1.Node, kind: str, report: v1.HandOver) -> None:
-        """See `Lead`."""
         if report.rank >= self._nodes.num_workers or report.round > MAX_COUNT:
             raise impossible(
                 node.name,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+from typing_extensions import override
 
 from gradstream.data.arrays import check_ids
 from gradstream.data.base import BatchPlan, BatchRef, Dataset, Feed, Ids
@@ -158,8 +159,8 @@ class SeededFeed(IdFeed):
         super().__init__(data, plan)
         self._seed = seed
 
+    @override
     def read(self, ref: BatchRef) -> Batch:
-        """See `Feed`."""
         with seeded(self._seed, ref.epoch, ref.partition, ref.batch):
             return super().read(ref)
 

@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 import numpy as np
+from typing_extensions import override
 
 from gradstream.data.base import BatchPlan, BatchRef, DataProgress, Ids, Run, merged
 from gradstream.data.shares import MEASURED
@@ -208,12 +209,12 @@ class EpochPlan(BatchSequence):
         """The number of the first minibatch from `ref` on, in its epoch, whose samples are not known yet."""
         return self.batches_in(ref.partition, ref.epoch)
 
+    @override
     def batches_per_epoch(self, partition: int) -> int:
-        """See `BatchPlan`."""
         return self._num_batches(partition, self.num_samples)
 
+    @override
     def batches_in(self, partition: int, epoch: int) -> int:
-        """See `BatchPlan`."""
         return 0 if epoch < self.progress.epochs else self._num_batches(partition, self._num_left(epoch))
 
     def ids(self, ref: BatchRef) -> Ids:
@@ -241,8 +242,8 @@ class EpochPlan(BatchSequence):
                 out.append(run)
         return out
 
+    @override
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
-        """See `BatchPlan`."""
         parts = {epoch: list(runs) for epoch, runs in self.progress.parts.items() if epoch >= num_epochs}
         for ref in refs:
             parts.setdefault(ref.epoch, []).extend(self.runs(ref))
@@ -341,8 +342,8 @@ class RoundPlan(EpochPlan):
         """The number of samples of each worker in a full round."""
         return _sizes(self._edges_at(epoch, batch))
 
+    @override
     def known_until(self, ref: BatchRef) -> int:
-        """See `EpochPlan`."""
         total = self.batches_in(ref.partition, ref.epoch)
         if self._decided is None or ref.epoch < self._decided[0]:
             return total
@@ -470,16 +471,16 @@ class JoinedPlan(BatchSequence):
         self.plan = plan
         self.k = k
 
+    @override
     def batches_per_epoch(self, partition: int) -> int:
-        """See `BatchPlan`."""
         return -(-self.plan.batches_per_epoch(partition) // self.k)
 
+    @override
     def batches_in(self, partition: int, epoch: int) -> int:
-        """See `BatchPlan`."""
         return -(-self.plan.batches_in(partition, epoch) // self.k)
 
+    @override
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
-        """See `BatchPlan`."""
         return self.plan.done_with(num_epochs, (part for ref in refs for part in self.parts(ref)))
 
     def size(self, ref: BatchRef) -> int | None:

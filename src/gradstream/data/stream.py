@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from gradstream.data.base import BatchPlan, BatchRef, DataProgress, Dataset, Feed, Ids, PartitionSpec, Run
 from gradstream.data.isolation import seeded_iterator
@@ -56,8 +57,8 @@ class StreamPlan(BatchSequence):
         self.endless = endless
         self.typical_size = typical_size
 
+    @override
     def batches_per_epoch(self, partition: int) -> int:
-        """See `BatchPlan`."""
         return self.counts[partition] if self.rounds is None else self.rounds
 
     def size(self, ref: BatchRef) -> int | None:
@@ -68,8 +69,8 @@ class StreamPlan(BatchSequence):
         """See `BatchPlan`."""
         return 0 if self.size(ref) == 0 else self.typical_size
 
+    @override
     def batches_in(self, partition: int, epoch: int) -> int:
-        """See `BatchPlan`."""
         if epoch < self.progress.epochs:
             return 0
         return max(0, self.batches_per_epoch(partition) - self._num_done(epoch))

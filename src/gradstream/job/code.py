@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from typing_extensions import override
+
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.sources import file_of, imported_by, is_users
 from gradstream.runtime.storage import DiskStorage
@@ -181,10 +183,10 @@ class _Uncompiled(MetaPathFinder):
     def __init__(self) -> None:
         self._others = set(sys.stdlib_module_names)  # packages and modules that are not the user's
 
+    @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
         top = fullname.partition(".")[0]
         spec = None if top in self._others else PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):

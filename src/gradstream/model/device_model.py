@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from gradstream.model.backprop import Backprop
 from gradstream.model.base import Batch, Reduction, finite_loss, map_leaves
@@ -201,20 +202,20 @@ class DeviceModel(TorchModel):
             landing.finish()
         return losses[0]
 
+    @override
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """See `TorchModel.outputs`."""
         with self._placed().streams.current():
             outputs = super().outputs(parameters, inputs)
             brought: torch.Tensor = tree_map_only(torch.Tensor, torch.Tensor.cpu, outputs)
         return brought
 
+    @override
     def loss_of(self, outputs: Any, targets: Any) -> float:
-        """See `TorchModel.loss_of`."""
         with self._placed().streams.current():
             return super().loss_of(self._tensors(outputs), self._tensors(targets))
 
+    @override
     def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
-        """See `TorchModel.held_out_loss`."""
         with self._placed().streams.current():
             return super().held_out_loss(parameters, batch)
 
@@ -235,8 +236,8 @@ class DeviceModel(TorchModel):
         built.check(parameters)
         self._placed().show(parameters)
 
+    @override
     def _tensors(self, tree: Any) -> Any:
-        """See `TorchModel._tensors`."""
         moved = self._placed().streams.moved
         tensors = super()._tensors(tree)
         return map_leaves(lambda leaf: moved(leaf) if isinstance(leaf, torch.Tensor) else leaf, tensors)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any, Protocol, cast
 
 import torch
+from typing_extensions import override
 
 from gradstream.errors import ConfigError
 
@@ -165,8 +166,8 @@ class CudaStreams(Streams):
         self._pinned: OrderedDict[int, torch.Tensor] = OrderedDict()  # holding a tensor keeps its memory
         weakref.finalize(self, _unpin_all, self._pinned).atexit = False
 
+    @override
     def current(self) -> AbstractContextManager[object]:
-        """See `Streams.current`."""
         context: AbstractContextManager[object] = torch.cuda.device(self.device)
         return context
 
@@ -186,19 +187,19 @@ class CudaStreams(Streams):
             if len(self._pinned) > MAX_PINNED:
                 _unpin(*self._pinned.popitem(last=False))
 
+    @override
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Streams.pinned_like`."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
+    @override
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Streams.moved`."""
         plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
         if plain and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
+    @override
     def to_host(self, source: torch.Tensor, view: torch.Tensor) -> Copied:
-        """See `Streams.to_host`."""
         if not source.is_cuda:
             return super().to_host(source, view)
         self._out.wait_stream(torch.cuda.current_stream(self.device))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from gradstream.optim._check import fraction, not_negative, positive
 from gradstream.optim.base import State
@@ -147,8 +148,8 @@ class AdamW(Adam):
         """One update in place; see `Optimizer.apply`."""
         self._update(torch._fused_adamw_, parameters, gradient, state, lr, step)
 
+    @override
     def bounds_after(
         self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
     ) -> dict[str, float]:
-        """See `base.Bounded`."""
         return self._bounds_after(bounds, gradient, abs(1 - lr * self.weight_decay) * bounds[""], lr, step)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from gradstream.optim._check import fraction, not_negative, positive
 from gradstream.optim.adam import Adam, AdamW
@@ -75,8 +76,8 @@ class LAMB(PerTensor):
         if self.norm_max is not None:
             positive("LAMB", "norm_max", self.norm_max)
 
+    @override
     def of(self, dimensions: int) -> Optimizer:
-        """See `PerTensor.of`."""
         if dimensions < 2 and self.skip_1d:
             return Adam(self.lr, self.beta1, self.beta2, self.eps)
         return self if self.trust else self._adamw

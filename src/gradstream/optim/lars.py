@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from gradstream.optim._check import fraction, not_negative, positive
 from gradstream.optim.base import BLOCK_ELEMS, Optimizer, PerTensor, State, Sums, square_sum
@@ -71,8 +72,8 @@ class LARS(PerTensor):
         """The velocity, if there is momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
+    @override
     def of(self, dimensions: int) -> Optimizer:
-        """See `PerTensor.of`."""
         if dimensions < 2 and self.skip_1d:
             return SGD(self.lr, self.momentum)
         return self if self.trust_coefficient is not None else self._sgd(1.0)
@@ -86,6 +87,7 @@ class LARS(PerTensor):
             square_sum(*torch.split(gradient, BLOCK_ELEMS)),
         )
 
+    @override
     def apply_with(
         self,
         sums: Sums,
@@ -96,7 +98,6 @@ class LARS(PerTensor):
         lr: float,
         step: int,
     ) -> None:
-        """See `PerTensor.apply_with`."""
         ratio = self._ratio(*sums)
         scaled = gradient if ratio == 1.0 else gradient * ratio
         self._sgd(ratio).apply(parameters, scaled, state, lr=lr, step=step)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+from typing_extensions import override
 
 from gradstream.errors import ConfigError
 from gradstream.optim.base import ByShape, Optimizer, State
@@ -72,10 +73,10 @@ class Replace(Add):
         """Sets the parameters to the new ones, which are passed as `gradient`."""
         parameters.copy_(gradient)
 
+    @override
     def bounds_after(
         self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
     ) -> dict[str, float]:
-        """See `base.Bounded`."""
         return {**bounds, "": gradient}
 
 

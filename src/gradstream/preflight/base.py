@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from gradstream._simulate import simulate
 from gradstream._train import launch
 from gradstream.checkpoint.manifest import JobPhase
@@ -275,8 +277,8 @@ class ScriptDryRun(DryRun):
     """See `DryRun`."""
 
     @property
+    @override
     def checks(self) -> Mapping[str, Check]:
-        """See `DryRun`."""
         return {
             "configuration": self.configuration,
             "processes": self.processes,
@@ -287,12 +289,12 @@ class ScriptDryRun(DryRun):
             "pace": self._pace,
         }
 
+    @override
     def rule(self) -> str:
-        """See `DryRun`."""
         return "the script's optimizer"
 
+    @override
     def processes(self) -> str:
-        """See `DryRun`."""
         self._free_bytes = free_memory_bytes()
         return super().processes()
 

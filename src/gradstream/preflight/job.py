@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 
+from typing_extensions import override
+
 from gradstream.checkpoint.format import load_file
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import PreflightError
@@ -28,8 +30,8 @@ class JobDryRun(DryRun):
     """See `DryRun`."""
 
     @property
+    @override
     def checks(self) -> Mapping[str, Check]:
-        """See `DryRun`."""
         return {
             "configuration": self.configuration,
             "model": self._look_at_model,
@@ -52,8 +54,8 @@ class JobDryRun(DryRun):
     def _chunk_elems(self) -> int:
         return self.plan.chunk_elems_of(self._model.layout)
 
+    @override
     def tried(self) -> Job:
-        """See `DryRun`."""
         return dataclasses.replace(super().tried(), model=self._model)
 
     def _look_at_model(self) -> str:

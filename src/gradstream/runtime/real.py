@@ -19,6 +19,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from typing_extensions import override
+
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
@@ -206,16 +208,16 @@ class RealRuntime(Tasks):
         """Nanoseconds of the monotonic clock."""
         return time.monotonic_ns()
 
+    @override
     def look(self) -> int:
-        """See `Tasks.look`."""
         return self._watch.look()
 
     async def sleep(self, seconds: float) -> None:
         """See `Runtime.sleep`."""
         await asyncio.sleep(seconds)
 
+    @override
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """See `Runtime.call_later`."""
         return asyncio.get_running_loop().call_later(seconds, callback)
 
     def random(self, purpose: str) -> random.Random:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from gradstream.errors import ConfigError
 
@@ -85,8 +86,8 @@ class WholeRule(RobustRule, ABC):
 class Median(CoordinateRule):
     """The coordinate-wise median; of an even number, the mean of the middle two."""
 
+    @override
     def of_sorted(self, values: torch.Tensor) -> torch.Tensor:
-        """See `CoordinateRule`."""
         middle, odd = divmod(len(values), 2)
         return values[middle].clone() if odd else values[middle - 1 : middle + 1].mean(dim=0)
 
@@ -106,8 +107,8 @@ class TrimmedMean(CoordinateRule):
         if 2 * self.faulty >= num_workers:
             raise _too_many("trimmed-mean", self.faulty, num_workers, "less than half of them")
 
+    @override
     def of_sorted(self, values: torch.Tensor) -> torch.Tensor:
-        """See `CoordinateRule`."""
         cut = min(self.faulty, (len(values) - 1) // 2)
         return values[cut : len(values) - cut].mean(dim=0)
 
@@ -160,8 +161,8 @@ class ClippedMean(WholeRule):
 
     radius: float
 
+    @override
     def weights(self, from_centre: Sequence[float], between: Sequence[Sequence[float]]) -> list[float]:
-        """See `WholeRule`."""
         del between
         shares = (min(1.0, self.radius / math.sqrt(square)) if square else 1.0 for square in from_centre)
         return [share / len(from_centre) for share in shares]

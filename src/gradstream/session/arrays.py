@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, GradientError
@@ -57,8 +58,8 @@ class ArrayBinding(ParameterBinding):
         self._gradients: dict[str, np.ndarray[Any, Any]] = {}
         self._shown = torch.empty(0)
 
+    @override
     def check_unchanged(self, where: str) -> None:
-        """See `ParameterBinding.check_unchanged`."""
         for name, view in self.layout.views(self._shown) if len(self._shown) else ():
             if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
                 raise ConfigError(
@@ -102,8 +103,8 @@ class ArrayBinding(ParameterBinding):
                 )
         self._gradients = named
 
+    @override
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """See `ParameterBinding.init`."""
         del seed
         for name, view in self.layout.views(parameters):
             view.numpy()[...] = self._arrays[name]
@@ -114,8 +115,8 @@ class ArrayBinding(ParameterBinding):
             self._arrays[name][...] = view.numpy()
         self._shown = parameters
 
+    @override
     def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """See `ParameterBinding.copy_gradient`."""
         for name, view in self.layout.views(gradient):
             view.numpy()[...] = self._gradients[name]
 
@@ -269,8 +270,8 @@ class ArrayReplicaBinding(GradientBinding):
         state = {f"{EXTRA}rule.{name}": vector.numpy().copy() for name, vector in rule.items()}
         return {**state, STEPS: np.array(self._updates.steps)}
 
+    @override
     def load_fixed(self, frozen: Buffers) -> None:
-        """See `ParameterBinding.load_fixed`."""
         for name, value in frozen.items():
             if name in self._arrays:
                 self._arrays[name][...] = value

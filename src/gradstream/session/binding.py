@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import override
 
 from gradstream.errors import ConfigError, InternalError
 from gradstream.model.base import Layout, Reduction
@@ -164,8 +165,8 @@ class ModuleBinding(ParameterBinding):
         self.layout = Layout.of(tensors, self._parameters[0].dtype)
         self.watch = ParameterWatch(module, self._parameters, self.layout)
 
+    @override
     def check_unchanged(self, where: str) -> None:
-        """See `ParameterBinding.check_unchanged`."""
         self.watch.check(where)
 
     def ranges(self, groups: Sequence[Iterable[nn.Parameter]]) -> list[tuple[str, int, int]]:
@@ -183,19 +184,19 @@ class ModuleBinding(ParameterBinding):
         """See `ParameterBinding.buffers`: persistent buffers."""
         return self._arrays(self._buffers())
 
+    @override
     def load_buffers(self, buffers: Buffers) -> None:
-        """See `ParameterBinding.load_buffers`."""
         for name, buffer in self._buffers():
             set_tensor(name, buffer, buffers)
 
+    @override
     def fixed(self) -> Fixed:
-        """See `ParameterBinding.fixed`."""
         trained = self._names()
         second = {name: first for name, first in trained.items() if name != first}
         return Fixed(self._arrays([one for one in self._state(True) if one[0] not in trained]), second)
 
+    @override
     def load_fixed(self, frozen: Buffers) -> None:
-        """See `ParameterBinding.load_fixed`."""
         trained = self._names()
         for name, parameter in self._state(True):
             if name not in trained:
@@ -224,8 +225,8 @@ class ModuleBinding(ParameterBinding):
         tensors = [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
         return [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) is parameters]
 
+    @override
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """See `ParameterBinding.init`."""
         del seed
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             view.copy_(parameter.data)
@@ -240,8 +241,8 @@ class ModuleBinding(ParameterBinding):
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             parameter.data = view
 
+    @override
     def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """See `ParameterBinding.copy_gradient`."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(gradient), strict=True):
             if parameter.grad is None:
                 view.zero_()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from gradstream.errors import ConfigError
 from gradstream.job.overrides import text_of_optimizer
@@ -244,8 +245,8 @@ class StepBinding(ModuleBinding):
             self._before = torch.empty_like(self._shown)
         self._before.copy_(self._shown)
 
+    @override
     def set_parameters(self, parameters: torch.Tensor) -> None:
-        """See `ParameterBinding.set_parameters`."""
         super().set_parameters(parameters)
         self._shown = parameters
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, DataError
@@ -300,20 +301,20 @@ class ReplicaBinding(GradientBinding):
         state = [(name, tensor) for name, tensor in self._state() if not isinstance(tensor, nn.Parameter)]
         return _arrays((name, self._snapshot.get(id(buffer), buffer)) for name, buffer in state)
 
+    @override
     def snapshot_buffers(self) -> None:
-        """See `ParameterBinding.snapshot_buffers`."""
         tensors = [tensor for folder, key in self._places if (tensor := folder.get(key)) is not None]
         if [*self._snapshot] != [id(tensor) for tensor in tensors]:
             self._snapshot = {id(tensor): tensor.detach().clone() for tensor in tensors}
         elif tensors:
             torch._foreach_copy_(list(self._snapshot.values()), tensors)
 
+    @override
     def release(self) -> None:
-        """See `ParameterBinding.release`."""
         self._snapshot, self._places = {}, []
 
+    @override
     def load_buffers(self, buffers: Buffers) -> None:
-        """See `ParameterBinding.load_buffers`."""
         for name, tensor in self._state():
             if not isinstance(tensor, nn.Parameter):
                 set_tensor(name, tensor, buffers)

@@ -19,6 +19,7 @@ from torch.optim import LBFGS
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
@@ -181,14 +182,14 @@ class WorkerSession(Session):
         self._closed = False
 
     @property
+    @override
     def is_main(self) -> bool:
-        """See `Session.is_main`."""
         bridge = self._connection.bridge
         return self.rank == (0 if bridge is None else bridge.first_member)
 
     @property
+    @override
     def step(self) -> int:
-        """See `Session.step`."""
         self._resume_point.asked = True
         return self._steps_made()
 
@@ -202,8 +203,8 @@ class WorkerSession(Session):
         return self._resume_point.steps + (0 if bridge is None else bridge.counts.steps)
 
     @property
+    @override
     def resumed(self) -> bool:
-        """See `Session.resumed`."""
         self._resume_point.asked = True
         return self._resume_point.is_resumed
 
@@ -212,8 +213,8 @@ class WorkerSession(Session):
         """Whether the script asks where the run continues, so that a resumed run would not start over."""
         return self._resume_point.asked
 
+    @override
     def skip(self) -> bool:
-        """See `Session.skip`."""
         if not self._resume_point.skip():
             if self._connection.bridge is not None:
                 self._connection.bridge.counts.iterations += 1
@@ -228,8 +229,8 @@ class WorkerSession(Session):
         """Whether another node has ended the run; it reports why."""
         return self._connection.aborted
 
+    @override
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
-        """See `Session.wrap`."""
         modules, optimizers = as_list(model, nn.Module), as_list(optimizer, TorchOptimizer)
         self._check_unused()
         refuse_sync_batch_norm(modules, self.world_size)
@@ -318,10 +319,10 @@ class WorkerSession(Session):
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
+    @override
     def split(
         self, build: Callable[[], nn.Module], example: Any, *, into: int, pipeline_dtype: str | None = None
     ) -> nn.Module:
-        """See `Session.split`."""
         self._check_unused()
         if not self._averages_gradients:
             raise ConfigError(
@@ -351,15 +352,15 @@ class WorkerSession(Session):
             assert self._connection.bridge is not None
             self._connection.bridge.stepped()
 
+    @override
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """See `Session.clip_grad_norm_`."""
         if self._split is None:
             return super().clip_grad_norm_(parameters, max_norm)
         return self._split.clip_grad_norm(list(parameters), max_norm)
 
     @contextmanager
+    @override
     def no_sync(self) -> Iterator[None]:
-        """See `Session.no_sync`."""
         if self._reducer is None:
             yield
             return
@@ -367,15 +368,15 @@ class WorkerSession(Session):
             yield
         self._samples.use()
 
+    @override
     def barrier(self) -> None:
-        """See `Session.barrier`."""
         if self._connection.bridge is None and not self._closed:
             self._early_barrier.wait()
         if self._reducer is not None and not self._closed:
             self._reducer.synchronize()
 
+    @override
     def shard(self, data: Any, *, split: bool = False) -> Any:
-        """See `Session.shard`."""
         if isinstance(data, tuple):
             return tuple(self.shard(item, split=split) for item in data)
         loader = object()  # identifies the loader that is made
@@ -397,10 +398,10 @@ class WorkerSession(Session):
         self._samples.note(samples, loader)
         self._takeover.own_data |= loader not in self._dealt and torch.is_grad_enabled()
 
+    @override
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: float | None = None
     ) -> Tree:
-        """See `Session.exchange`."""
         if samples is not None:
             self.samples(samples)
         if self._arrays is None:
@@ -442,8 +443,8 @@ class WorkerSession(Session):
             arrays = self._arrays = ArrayParameters(parameters, rule)
             self._begin(arrays.binding, arrays.rule_text())
 
+    @override
     def samples(self, count: float) -> None:
-        """See `Session.samples`."""
         number = float(count)
         if not 0 <= number < math.inf:
             raise ConfigError(f"session.samples({count}): expected a number of samples, 0 or more")
@@ -455,17 +456,17 @@ class WorkerSession(Session):
             )
         self._samples.set(number)
 
+    @override
     def log(self, /, **values: Any) -> None:
-        """See `Session.log`."""
         self._log.log(**values)
 
+    @override
     def total(self, steps: int) -> None:
-        """See `Session.total`."""
         self._log.total(steps)
 
     @contextmanager
+    @override
     def evaluation(self) -> Iterator[None]:
-        """See `Session.evaluation`."""
         if self._connection.bridge is None or self._closed or self._averages_gradients:
             yield
             return

@@ -30,6 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.factory import KINDS, TORCH
 from gradstream.data.base import Partitioning
@@ -114,8 +116,8 @@ class AllReduce(GroupStrategy):
         return self.exchange == "auto" and not self.sharded
 
     @property
+    @override
     def gives_mean(self) -> bool:
-        """See `Strategy.gives_mean`."""
         return True
 
     def optimizer(self) -> Optimizer:

@@ -35,6 +35,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from typing_extensions import override
+
 from gradstream.data.base import Partitioning
 from gradstream.errors import GradientError
 from gradstream.model.base import Reduction
@@ -117,8 +119,8 @@ class BatchInGroup(GroupStrategy):
     in_passes: ClassVar[bool] = True
 
     @property
+    @override
     def title(self) -> str:
-        """See `Strategy.title`."""
         return f"{type(self.method).__name__} in a group"
 
     @property

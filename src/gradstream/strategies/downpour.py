@@ -39,6 +39,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
@@ -76,8 +78,8 @@ class AsynchronousStrategy(ServerStrategy):
     def __post_init__(self) -> None:
         self.alone_for(num_samples=1)
 
+    @override
     def alone_for(self, num_samples: int) -> float:
-        """See `ServerStrategy`."""
         return _samples(f"{type(self).__name__}.warm_start", self.warm_start, num_samples)
 
     async def fetch(self, worker: ServerWorker, pending: Arrival | None, *, overlap: bool) -> Arrival | None:

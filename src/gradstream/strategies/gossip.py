@@ -33,6 +33,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from gradstream.data.base import Partitioning
 from gradstream.optim import SGD
@@ -66,8 +67,8 @@ class Gossip(PeerStrategy):
         check_count("Gossip", "every", self.every, "minibatches")
 
     @property
+    @override
     def local_steps(self) -> int:
-        """See `Strategy.local_steps`."""
         return self.every
 
     def optimizer(self) -> Optimizer:

@@ -43,6 +43,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.optim import SGD
@@ -98,8 +100,8 @@ class LocalSGD(GroupStrategy):
         return True
 
     @property
+    @override
     def local_steps(self) -> int:
-        """See `Strategy.local_steps`."""
         return self.every
 
     def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:

@@ -37,6 +37,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
@@ -95,8 +96,8 @@ class NoLoCo(PeerStrategy):
             )
 
     @property
+    @override
     def local_steps(self) -> int:
-        """See `Strategy.local_steps`."""
         return self.every
 
     @property

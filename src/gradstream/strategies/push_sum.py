@@ -32,6 +32,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from gradstream.data.base import Partitioning
 from gradstream.optim import SGD
@@ -67,8 +68,8 @@ class PushSum(PeerStrategy):
         check_count("PushSum", "every", self.every, "minibatches")
 
     @property
+    @override
     def local_steps(self) -> int:
-        """See `Strategy.local_steps`."""
         return self.every
 
     @property

@@ -34,6 +34,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
@@ -88,8 +90,8 @@ class SynchronousRound(AggregationRule):
     means: bool = False
 
     @property
+    @override
     def paced(self) -> bool:
-        """See `AggregationRule.paced`."""
         return not self.backup and not isinstance(self.robust, WholeRule)
 
     def drops(self, version: int, new: PushHeader) -> bool:
@@ -220,8 +222,8 @@ class Synchronous(ServerStrategy):
         return not self.worker_momentum
 
     @property
+    @override
     def gives_mean(self) -> bool:
-        """See `Strategy.gives_mean`."""
         return not self.backup and self.aggregate == "mean"  # a late worker never sees the mean of the round
 
     def optimizer(self) -> Optimizer:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import PeerLostError
@@ -333,8 +335,8 @@ class _Disk(StateStore):
     full = False
     num_failed = 0
 
+    @override
     def write(self, rows: Mapping[str, str], lines: bytes, gone: Sequence[str] = ()) -> None:
-        """See `StateStore.write`."""
         if self.full:
             self.num_failed += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "coordinator.db")

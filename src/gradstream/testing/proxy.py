@@ -31,6 +31,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from typing_extensions import override
+
 from gradstream.run.local import NODE, LocalCluster
 from gradstream.testing.fault_kinds import Corrupt, Cut, Duplicate, Flaw, Lose, Reorder, SlowLink
 from gradstream.transport.carriers import RoutedEndpoint
@@ -337,8 +339,8 @@ class ProxiedCluster(LocalCluster):
         self._proxy = proxy
         super().__init__(logs, environment, shards=shards)
 
+    @override
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
-        """See `Cluster.start`."""
         if self._proxy is not None:
             argv, main = [self._proxy.address, main, *argv], f"{__name__}:main"
         super().start(name, argv, main=main)

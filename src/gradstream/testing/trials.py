@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+from typing_extensions import override
 
 from gradstream._simulate import simulate
 from gradstream.coordinator.nodes import COORDINATOR
@@ -88,40 +89,40 @@ class RecordedRule(AggregationRule):
         self._record = record
 
     @property
+    @override
     def lockstep(self) -> bool:
-        """See `AggregationRule`."""
         return self._rule.lockstep
 
     @property
+    @override
     def by_round(self) -> bool:
-        """See `AggregationRule`."""
         return self._rule.by_round
 
     @property
+    @override
     def paced(self) -> bool:
-        """See `AggregationRule`."""
         return self._rule.paced
 
+    @override
     def among(self, present: frozenset[int]) -> AggregationRule:
-        """See `AggregationRule`."""
         return RecordedRule(self._rule.among(present), self._record)
 
+    @override
     def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """See `AggregationRule`."""
         answer, again = (self._rule.completes(version, summed, list(update)) for _ in range(2))
         self._same("completes", answer, again)
         return answer
 
+    @override
     def drops(self, version: int, new: PushHeader) -> bool:
-        """See `AggregationRule`."""
         answer = self._rule.drops(version, new)
         self._same("drops", answer, self._rule.drops(version, new))
         self._record.arrivals.append((new.sender, new.sequence))
         self._record.dropped_samples += new.samples if answer else 0
         return answer
 
+    @override
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
-        """See `AggregationRule`."""
         answer = list(self._rule.due(version, list(parked)))
         self._same("due", answer, list(self._rule.due(version, list(parked))))
         if len(set(answer)) < len(answer):
@@ -131,8 +132,8 @@ class RecordedRule(AggregationRule):
             self._record.fault(f"due chooses a contribution that is not parked: {strange[0]}")
         return [rank for rank in dict.fromkeys(answer) if rank in parked]
 
+    @override
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """See `AggregationRule`."""
         answer = list(self._rule.weights(version, update))
         self._same("weights", answer, list(self._rule.weights(version, update)))
         if len(answer) != len(update):
@@ -143,8 +144,8 @@ class RecordedRule(AggregationRule):
             return [1.0] * len(update)
         return answer
 
+    @override
     def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
-        """See `AggregationRule`."""
         self._record.awaited = answer = list(self._rule.awaited(version, parked))
         return answer
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from google.protobuf.message import Message
+from typing_extensions import override
 
 from gradstream.errors import ConfigError
 from gradstream.memory import Memory, Span
@@ -47,8 +48,8 @@ class ShmEndpoint(SocketEndpoint):
         identity, runtime, window: see `SocketEndpoint`.
     """
 
+    @override
     async def start(self) -> None:
-        """See `Endpoint.start`."""
         await super().start()
         self.share_memory()
 
@@ -182,8 +183,8 @@ class RoutedEndpoint(Endpoint):
         return self._routes
 
     @property
+    @override
     def on_damage(self) -> Callable[[str, int], None]:
-        """See `Endpoint.on_damage`."""
         return self._main.on_damage
 
     @on_damage.setter
@@ -192,8 +193,8 @@ class RoutedEndpoint(Endpoint):
         for carrier in self._carriers.values():
             carrier.on_damage = report
 
+    @override
     async def start(self) -> None:
-        """See `Endpoint.start`."""
         for carrier in self._carriers.values():
             await carrier.start()
         self._offer = CarrierOffer(
@@ -201,16 +202,16 @@ class RoutedEndpoint(Endpoint):
         )
         self.address = str(self._offer)
 
+    @override
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
-        """See `Endpoint.serve`."""
         self._main.serve(method, handler, model=model)
 
+    @override
     def serve_tensors(self) -> None:
-        """See `Endpoint.serve_tensors`."""
         self._main.serve_tensors()
 
+    @override
     def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
-        """See `Endpoint.members_changed`."""
         self._main.members_changed(members, revoked)
 
     def know(self, peer: str, address: str) -> None:
@@ -253,10 +254,11 @@ class RoutedEndpoint(Endpoint):
                 self._take(peer, "grpc", entry, self._routes.get(peer))
         return self._to(peer)
 
+    @override
     def redial(self, peer: str, silent_s: float) -> None:
-        """See `Endpoint.redial`."""
         self._to(peer).redial(peer, silent_s)
 
+    @override
     async def open(
         self,
         peer: str,
@@ -267,29 +269,28 @@ class RoutedEndpoint(Endpoint):
         window: int = WINDOW,
         new_connection: bool = False,
     ) -> StreamCore:
-        """See `Endpoint.open`."""
         return await (await self._by_any_way(peer)).open(
             peer, method, request, priority=priority, window=window, new_connection=new_connection
         )
 
+    @override
     async def data_socket(
         self, peer: str, name: str, *, dial: bool, copies: bool = False
     ) -> PeerSocket | None:
-        """See `Endpoint.data_socket`."""
         if self._routes.get(peer) == "grpc":
             return None  # even for a detour: nobody has to look for one
         return await (await self._by_any_way(peer)).data_socket(peer, name, dial=dial, copies=copies)
 
+    @override
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
-        """See `Endpoint.send`."""
         await (await self._by_any_way(peer)).send(peer, tag, tensor, silence_s=silence_s)
 
     async def recv(self, peer: str, tag: int, into: Span, *, silence_s: float = 30.0) -> None:
         """See `Endpoint.recv`. The tensor may come over any carrier."""
         await self._main.recv(peer, tag, into, silence_s=silence_s)
 
+    @override
     async def close(self) -> None:
-        """See `Endpoint.close`."""
         try:
             if self._detours is not None:
                 await self._detours.close()

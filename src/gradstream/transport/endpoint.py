@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from typing_extensions import override
 
 from gradstream.errors import ClosedError, ConfigError, GradstreamError, InternalError
 from gradstream.memory import Span
@@ -158,13 +159,13 @@ class EndpointCore(Endpoint, ABC):
         """See `Endpoint.serve`. A second call for a method replaces the handler."""
         self.access.services[method] = Service(handler, model, self.methods.get(method, UNLISTED))
 
+    @override
     def serve_tensors(self) -> None:
-        """See `Endpoint.serve_tensors`."""
         self.access.intakes.takes_tensors = True
         self.serve("tensor", self._tensors.serve)
 
+    @override
     def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
-        """See `Endpoint.members_changed`."""
         self.identity.revoked = frozenset(revoked)
         if members != self.identity.members:
             self.identity.members = kept = dict(members)
@@ -172,8 +173,8 @@ class EndpointCore(Endpoint, ABC):
                 self._tensors.members_changed(kept)
             self.access.members_changed()
 
+    @override
     def know(self, peer: str, address: str) -> None:
-        """See `Endpoint.know`."""
         before = self._addresses.get(peer)
         self._addresses[peer] = address
         if before is not None and before != address:
@@ -186,6 +187,7 @@ class EndpointCore(Endpoint, ABC):
         if self._addresses.pop(peer, None) is not None:
             self._disconnect(peer)
 
+    @override
     async def open(
         self,
         peer: str,
@@ -196,7 +198,6 @@ class EndpointCore(Endpoint, ABC):
         window: int = WINDOW,
         new_connection: bool = False,
     ) -> StreamCore:
-        """See `Endpoint.open`."""
         if self._closed:
             raise ClosedError(f"{self.identity.name} is closed: it opens no stream {method} to {peer}")
         opened = v1.Open(
@@ -233,14 +234,14 @@ class EndpointCore(Endpoint, ABC):
         carrier.connect(stream, opened)
         return stream
 
+    @override
     def send(
         self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0
     ) -> Coroutine[Any, Any, None]:
-        """See `Endpoint.send`."""
         return self._tensors.send(self.open, peer, tag, tensor, silence_s)
 
+    @override
     def recv(self, peer: str, tag: int, into: Span, *, silence_s: float = 30.0) -> Coroutine[Any, Any, None]:
-        """See `Endpoint.recv`."""
         return self._tensors.recv(peer, tag, into, silence_s)
 
     async def close(self) -> None:

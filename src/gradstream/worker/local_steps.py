@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from typing_extensions import override
 
 from gradstream.data.plan import parts_of
 from gradstream.errors import NonFiniteError
@@ -80,8 +81,8 @@ class LocalSteps(Differentiator):
         """See `GradientSource`: nothing is final before the last minibatch."""
         return (len(gradient.vector),)
 
+    @override
     def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> Result:
-        """See `GradientSource`."""
         self._read_ns = 0
         self._begin(gradient.step)
         local, unsent = self._local.tensor, self._unsent

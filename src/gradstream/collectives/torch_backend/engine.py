@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
 from gradstream.collectives.group import slice_of
 from gradstream.errors import ConfigError
@@ -191,8 +192,8 @@ class HostEngine(Engine):
     until torch gives up. The process may end meanwhile.
     """
 
+    @override
     def start(self, verb: Verb, tensor: torch.Tensor, root: int, done: Done) -> None:
-        """See `Engine.start`."""
         works = self._works(verb, tensor, root)
         hold = Hold(self)
         if not works:
@@ -263,8 +264,8 @@ class CudaEngine(Engine):
         """Pinned memory, which the device reads and writes without a copy in between."""
         return torch.zeros(elems, dtype=dtype, pin_memory=True)
 
+    @override
     def abort(self) -> None:
-        """See `Engine.abort`."""
         self._group.abort()
         self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from gradstream.collectives.communicator import Communicator, CommunicatorGroup
 from gradstream.collectives.group import GroupMembers, own_slice
@@ -138,12 +139,12 @@ class TorchGroup(CommunicatorGroup):
         await self._run("reduce_scatter", span, weight=weight)
         return own_slice(span, self.rank, self.size)
 
+    @override
     async def all_gather(self, span: Span) -> None:
-        """See `Group.all_gather`."""
         await self._run("all_gather", span)
 
+    @override
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
-        """See `Group.broadcast`."""
         if not 0 <= root < self.size:
             raise ConfigError(f"broadcast(root={root}): expected a rank from 0 to {self.size - 1}")
         await self._run("broadcast", span, root=root)

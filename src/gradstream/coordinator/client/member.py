@@ -9,6 +9,8 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable
 
+from typing_extensions import override
+
 from gradstream.coordinator.client.presence import EvictedError, Heartbeat, Presence, was_silent
 from gradstream.coordinator.client.requests import Reporter, WorkerRequests
 from gradstream.coordinator.nodes import COORDINATOR
@@ -137,8 +139,8 @@ class Member(Reporter):
         return self._error if isinstance(self._error, EvictedError) else None
 
     @property
+    @override
     def coordinator_comes_back(self) -> bool:
-        """See `Reporter`."""
         return self._presence is not None and self._presence.comes_back and self._error is None
 
     # ---- joining and leaving --------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from gradstream.coordinator.client.member import Member
 from gradstream.data.plan import ids_of
@@ -224,14 +225,14 @@ class _Overlay(MemoryStorage):
         super().__init__()
         self._under = under
 
+    @override
     def read(self, path: str) -> bytes:
-        """See `Storage`."""
         if path in self.files or self._under is None:
             return super().read(path)
         return self._under.read(path)
 
+    @override
     def read_at(self, path: str, offset: int, size: int) -> bytes:
-        """See `Storage`."""
         if path in self.files or self._under is None:
             return super().read_at(path, offset, size)
         return self._under.read_at(path, offset, size)

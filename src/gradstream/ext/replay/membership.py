@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from typing_extensions import override
+
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.client.requests import Assigned, Reporter, WorkerRequests
 from gradstream.data.base import BatchRef
@@ -49,8 +51,8 @@ class _ReplayedRequests(WorkerRequests):
         super().__init__(runtime, endpoint, Deadlines(), reporter)
         self._assignments = assignments
 
+    @override
     async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
-        """See `WorkerRequests.assign`."""
         if not self._assignments:
             await asyncio.get_running_loop().create_future()
         answer = self._assignments.popleft()
@@ -87,6 +89,7 @@ class ReplayedMember(Member):
         self._ended = False
         self._changed = asyncio.Event()
 
+    @override
     async def join(
         self,
         model: v1.ModelSpec | None = None,
@@ -94,7 +97,6 @@ class ReplayedMember(Member):
         buffers: Iterable[v1.TensorSpec] = (),
         fixed: Iterable[v1.TensorSpec] = (),
     ) -> v1.Notice:
-        """See `Member`."""
         self._first.CopyFrom(await self._members.join(model))
         self._follow(self._first)
         self._publish()
@@ -109,8 +111,8 @@ class ReplayedMember(Member):
         await asyncio.get_running_loop().create_future()
         return self.notice
 
+    @override
     async def heard(self, reached: Callable[[], bool]) -> None:
-        """See `Member`."""
         while not reached():
             self._changed.clear()
             await self._changed.wait()
@@ -150,8 +152,8 @@ class ReplayedMember(Member):
                 self._first.nodes.remove(node)
             self._publish()
 
+    @override
     async def failed(self, error: BaseException, traceback_text: str) -> None:
-        """See `Member`."""
         self._on_failed(self.node.name, error)
 
     def _publish(self) -> None:

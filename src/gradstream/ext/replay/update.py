@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import ConfigError
@@ -195,12 +196,12 @@ class UpdateAssembler(Observer):
 
     # ---- workers ------------------------------------------------------------------------
 
+    @override
     def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:
-        """See `Observer`."""
         self._gradients[rank, ref] = (step, loss)
 
+    @override
     def handed_over(self, rank: int, update: Push) -> None:
-        """See `Observer`."""
         if update.refs or update.chunks is not None:
             self._pushes[rank].append(update)
 

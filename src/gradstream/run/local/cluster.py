@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from typing_extensions import override
+
 from gradstream.errors import InternalError
 from gradstream.run.local.link import ForkserverLink
 from gradstream.runtime.storage import private_folder
@@ -117,8 +119,8 @@ class LocalCluster(Cluster):
         log = str(self.logs / f"{name}.log")
         self.link.order(start=name, main=main, argv=list(argv), log=log)
 
+    @override
     def signal(self, name: str, number: int) -> None:
-        """See `Cluster.signal`."""
         self.link.order(signal=name, number=number)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:

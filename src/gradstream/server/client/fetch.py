@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
+from typing_extensions import override
 
 from gradstream.codec.base import Encoder
 from gradstream.errors import PeerLostError, RefusedError
@@ -167,18 +168,18 @@ class SparseDelta(Arrival):
         self._dtype = dtype
         self._changed: dict[int, RowPart | torch.Tensor] = {}
 
+    @override
     def known(self, chunk: int) -> int | None:
-        """See `Arrival.known`."""
         return self._known[chunk]
 
     def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
         """New memory, at most as large as the whole chunk."""
         return torch.empty(header.elems, dtype=self._dtype) if header.elems <= stop - start else None
 
+    @override
     def take(
         self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
     ) -> None:
-        """See `Arrival.take`."""
         if payload is not None and not landed:
             payload = payload.clone()  # the payload may lie in memory that the peer has lent
         if not header.rows:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from typing import Any, ClassVar, Generic, TypeVar
 
 from google.protobuf.message import Message
+from typing_extensions import override
 
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
 from gradstream.optim.base import Sums
@@ -273,12 +274,12 @@ class Quorum(ShardAgreement[v1.Whole, v1.Decision]):
     async def _say_distances(self, measuring: Awaitable[Sequence[float]], round: int) -> None:  # noqa: A002
         self.say(v1.Whole(round=round, distances=await measuring))
 
+    @override
     def number(self, message: v1.Whole | v1.Decision) -> int:
-        """See `ShardAgreement`."""
         return message.round
 
+    @override
     def wrong(self, said: v1.Whole) -> str:
-        """See `ShardAgreement`."""
         if said.round > MAX_ROUND or 0 < self._config.workers <= said.rank:
             expected = f"expected a round up to {MAX_ROUND} and a worker of this run"
             return f"a vote for round {said.round} of worker {said.rank}; {expected}"
@@ -291,8 +292,8 @@ class Quorum(ShardAgreement[v1.Whole, v1.Decision]):
         """See `ShardAgreement`: a vote is of one worker."""
         return said.rank if self._measure is None else 0
 
+    @override
     def decision(self, number: int, heard: Mapping[int, Mapping[int, v1.Whole]]) -> v1.Decision | None:
-        """See `ShardAgreement`."""
         if self._measure is None:
             ranks = set.intersection(*(set(said) for said in heard.values()))
             return v1.Decision(round=number, ranks=sorted(ranks)) if len(ranks) == self._needed else None
@@ -300,8 +301,8 @@ class Quorum(ShardAgreement[v1.Whole, v1.Decision]):
         sums = [math.fsum(column) for column in zip(*tables, strict=True)]
         return v1.Decision(round=number, ranks=range(self._needed), distances=sums)
 
+    @override
     def decided(self, decision: v1.Decision) -> None:
-        """See `ShardAgreement`."""
         for key in [key for key in self._came if key[0] <= decision.round]:
             del self._came[key]
         self._on_decision(QuorumDecision(decision.round, tuple(decision.ranks), tuple(decision.distances)))
@@ -377,25 +378,25 @@ class TensorSums(ShardAgreement[v1.TensorSums, v1.TensorSums]):
             del self._totals[step], self._waiting[step]
         return found
 
+    @override
     def number(self, message: v1.TensorSums) -> int:
-        """See `ShardAgreement`."""
         return message.step - 1
 
+    @override
     def wrong(self, said: v1.TensorSums) -> str:
-        """See `ShardAgreement`."""
         fits = len(said.sums) == 2 * len(said.tensors)
         if fits and max(said.tensors, default=0) < self._num_tensors:
             return ""
         got = f"{len(said.sums)} sums of {len(said.tensors)} tensors"
         return f"{got}; expected two of each, of {self._num_tensors} at most"
 
+    @override
     def decision(self, number: int, heard: Mapping[int, Mapping[int, v1.TensorSums]]) -> v1.TensorSums:
-        """See `ShardAgreement`."""
         total = add_up(piece for said in heard.values() for piece in _pieces(said[0]))
         return _message(number + 1, total.items())
 
+    @override
     def decided(self, decision: v1.TensorSums) -> None:
-        """See `ShardAgreement`."""
         if decision.step in self._totals:
             self._totals[decision.step].set_result(dict(_pieces(decision)))
 

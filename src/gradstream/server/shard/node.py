@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotMember
 from gradstream.runtime.base import Runtime, Work, awaited_later
@@ -53,9 +54,8 @@ class ShardMembership(SnapshotMember, Protocol):
         """Adds a record to the run's events."""
         ...
 
-    def report(self, report: v1.BeatReport, *, soon: bool = True) -> None:
-        """See `Reporter.report`."""
-        ...
+    @override
+    def report(self, report: v1.BeatReport, *, soon: bool = True) -> None: ...
 
     @property
     def since(self) -> int:

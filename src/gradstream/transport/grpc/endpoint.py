@@ -25,6 +25,7 @@ from urllib.parse import unquote
 
 import grpc
 import grpc.aio
+from typing_extensions import override
 
 from gradstream.errors import ConfigError, GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
@@ -174,8 +175,8 @@ class GrpcEndpoint(EndpointCore):
         """Peers that are reached by a detour, which begins on loopback and leaves this machine: see `Detours`."""
         self._background: dict[asyncio.Task[None], None] = {}
 
+    @override
     async def start(self) -> None:
-        """See `Endpoint.start`."""
         port = await self._listener.start(*host_and_port(self._listen))
         if not port:
             raise ConfigError(
@@ -396,8 +397,8 @@ class GrpcEndpoint(EndpointCore):
     def _keys_of(self, peer: str) -> list[tuple[str, Priority, int]]:
         return [key for key in self._connections if key[0] == peer]
 
+    @override
     def redial(self, peer: str, silent_s: float) -> None:
-        """See `Endpoint.redial`."""
         for key in self._keys_of(peer):
             connection = self._connections[key]
             if self.runtime.left_s(connection.made_ns, silent_s) <= 0:

@@ -11,6 +11,7 @@ import random
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
@@ -302,8 +303,8 @@ class MemoryEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         self._network = network
 
+    @override
     async def start(self) -> None:
-        """See `Endpoint.start`."""
         self.address = f"memory:{self.identity.name}"
         self._network.attach(self)
 

@@ -14,6 +14,8 @@ import socket
 from abc import abstractmethod
 from functools import partial
 
+from typing_extensions import override
+
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Caller, Identity, PeerSocket, Priority
@@ -148,8 +150,8 @@ class SocketEndpoint(EndpointCore):
 
     # ---- listening ----------------------------------------------------------------------
 
+    @override
     async def start(self) -> None:
-        """See `Endpoint.start`."""
         self._listener, self.address = self._listen()
         self._accept_from(self._listener)
 
@@ -328,10 +330,10 @@ class SocketEndpoint(EndpointCore):
 
     # ---- data sockets -------------------------------------------------------------------
 
+    @override
     async def data_socket(
         self, peer: str, name: str, *, dial: bool, copies: bool = False
     ) -> PeerSocket | None:
-        """See `Endpoint.data_socket`."""
         address = self._addresses.get(peer)
         if not (self.has_data_sockets or copies) or address is None:
             return None
@@ -354,8 +356,8 @@ class SocketEndpoint(EndpointCore):
             if multiplexer is not None:
                 multiplexer.fail("its address has changed")
 
+    @override
     def redial(self, peer: str, silent_s: float) -> None:
-        """See `Endpoint.redial`."""
         for priority in Priority:
             multiplexer = self._outgoing.get((peer, priority))
             if multiplexer is not None and self.runtime.left_s(multiplexer.made_ns, silent_s) <= 0:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
+from typing_extensions import override
+
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Carried, Pieces, load, unsplit
 from gradstream.collectives.group import Group
@@ -236,8 +238,8 @@ class GroupExchange(Exchange):
         )
         carried.forget()
 
+    @override
     async def train(self) -> None:
-        """See `Exchange`."""
         while True:
             try:
                 if (loop := self._context.config.loop) is not None:
@@ -368,8 +370,8 @@ class GroupExchange(Exchange):
             shape_only=(0, 0),
         )
 
+    @override
     async def finish(self) -> None:
-        """See `Exchange`."""
         await self._strategy.finish(self.replica)
 
     def report(self) -> Sequence[Event]:

@@ -10,6 +10,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from typing_extensions import override
 
 from gradstream.checkpoint.own_state import MOST_BYTES, read_own, receive_file, send_file
 from gradstream.checkpoint.snapshot import Pieces, load
@@ -344,8 +345,8 @@ class PeerExchange(Exchange):
 
     # ---- training, and the end ------------------------------------------------------------
 
+    @override
     async def train(self) -> None:
-        """See `Exchange`."""
         await self._strategy.train(self.replica)
         self._pairwise.end()
         self._states.end()
@@ -422,8 +423,8 @@ class PeerExchange(Exchange):
             )
         ]
 
+    @override
     async def close(self) -> None:
-        """See `Exchange`."""
         await super().close()
         self._pairwise.end()
 

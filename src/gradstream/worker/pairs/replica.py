@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from gradstream.codec.base import WORD, Encoder
 from gradstream.collectives.pairwise import PairwiseExchange
@@ -101,8 +102,8 @@ class PeerReplica(Replica):
         inner = {f"inner.{name}": vector for name, vector in self.steps.state.items()}
         return {"parameters": self.parameters, **self.state, **self.numbers, **inner}
 
+    @override
     def retire(self) -> None:
-        """See `Replica.retire`."""
         super().retire()
         self.state, self._taken = {}, []
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, Work
@@ -108,8 +110,8 @@ class PartStandIn(StandIn):
         self._due.append(asked)
         self._compute_due()
 
+    @override
     def begin(self, present: PresentRound) -> None:
-        """See `StandIn`."""
         super().begin(present)
         self._compute_due()
 

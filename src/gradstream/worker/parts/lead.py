@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
@@ -180,8 +181,8 @@ class PartLead(Agreement):
     # ---- gradients ------------------------------------------------------------------------
 
     @property
+    @override
     def num_heard(self) -> int:
-        """See `Agreement`."""
         return self._member.num_heard_receipts
 
     @asynccontextmanager
@@ -232,8 +233,8 @@ class PartLead(Agreement):
     # ---- rounds ---------------------------------------------------------------------------
 
     @property
+    @override
     def leads(self) -> bool:
-        """See `Agreement`."""
         return True
 
     async def all_ready(
@@ -260,15 +261,15 @@ class PartLead(Agreement):
         self._say(PartOutcome(ready=ready))
         return ready
 
+    @override
     async def give_up(self, epoch: int) -> None:
-        """See `Agreement`."""
         if self.in_round:
             await self.all_ready(False, epoch)
         elif self._agreed:  # the parts know of no failure, and wait for their next turn
             self._say(PartTurn("again", epoch=epoch))
 
+    @override
     def let_stand_in(self, rank: int, number: int) -> None:
-        """See `Agreement`."""
         self._say(PartStandsIn(rank, number))
 
 

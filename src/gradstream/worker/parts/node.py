@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass
 
 import torch
+from typing_extensions import override
 
 from gradstream.coordinator.client.member import Member, names_of
 from gradstream.data.base import BatchRef
@@ -58,8 +59,8 @@ class FollowerGate(BatchGate):
     def __init__(self, node: str) -> None:
         super().__init__(node, lambda report: None)
 
+    @override
     async def gate(self, flush: Callable[[], Awaitable[None]]) -> Gate:
-        """See `BatchGate`."""
         del flush
         self.begun += 1
         return "go"
@@ -99,8 +100,8 @@ class PartFollower(Agreement):
         """Reports that this part's turn is done."""
         self._channel.say(LEAD, PartReport("done"))
 
+    @override
     async def share_buffers(self) -> None:
-        """See `Agreement`."""
         if self._model.buffer_elems(self._model.part):
             await self._channel.give(LEAD, self._model.packed_buffers(self._model.part))
 
@@ -110,15 +111,15 @@ class PartFollower(Agreement):
         verdict = await self._channel.hear(LEAD, PartDecision)
         return Agreed(verdict.scale, verdict.refused)
 
+    @override
     def note(self, mine: PartReport) -> float:
-        """See `Agreement`."""
         if mine.loss is not None:
             self._channel.say(LEAD, mine)
         return math.nan
 
     @property
+    @override
     def leads(self) -> bool:
-        """See `Agreement`."""
         return False
 
     def start(self) -> None:
@@ -132,8 +133,8 @@ class PartFollower(Agreement):
         self.on_stand_in(asked)
 
     @property
+    @override
     def num_heard(self) -> int:
-        """See `Agreement`."""
         return self._num_heard
 
     def _add_turn(self, turn: PartGradientTurn) -> None:
@@ -163,10 +164,10 @@ class PartFollower(Agreement):
         await self._until(refs)
         yield
 
+    @override
     async def all_ready(
         self, ready: bool, epoch: int = 0, last: Callable[[], Awaitable[None]] = at_once
     ) -> bool:
-        """See `Agreement`."""
         self.in_round, self.epoch = False, epoch
         self._channel.say(
             LEAD, PartReport("vote", refused="" if ready else "it has lost its group", epoch=epoch)
@@ -230,8 +231,8 @@ class FollowedSchedule(Schedule):
 
     follower: PartFollower
 
+    @override
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
-        """See `BatchSchedule`."""
         async for ref in self.follower.batches(hooks, self.size):
             yield ref
 

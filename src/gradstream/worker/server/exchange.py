@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from typing_extensions import override
+
 from gradstream.codec.base import Encoder
 from gradstream.coordinator.progress import receipt_of
 from gradstream.server.client.client import ServerClient
@@ -132,8 +134,8 @@ class ServerExchange(Exchange):
         member.listen(self._redos.hear)
         self._redos.hear(member.notice)
 
+    @override
     async def close(self) -> None:
-        """See `Exchange`."""
         await super().close()
         if self._redos is not None:
             self._redos.cancel()
@@ -192,12 +194,12 @@ class ServerExchange(Exchange):
         except Exception as error:
             await context.failed(error)
 
+    @override
     async def train(self) -> None:
-        """See `Exchange`."""
         await self._strategy.train(self.replica)
 
+    @override
     async def flush(self) -> None:
-        """See `Exchange`."""
         await self._client.flush()
 
     async def finish(self) -> None:
@@ -209,7 +211,7 @@ class ServerExchange(Exchange):
         await self._client.reclaim_back_buffer()
         await self.replica.pull(flush=True)
 
+    @override
     def report(self) -> Sequence[Event]:
-        """See `Exchange`."""
         self._transfers.accounted()
         return self._accounts.since_last(self._client.traffic)

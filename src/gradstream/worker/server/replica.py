@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from gradstream.errors import InternalError, UserCodeError
 from gradstream.memory import Memory, Vector
@@ -63,8 +64,8 @@ class ServerReplica(Replica):
     def _allocate(self, name: str, layout: Layout | None = None) -> Vector:
         return vector_of(layout or self._layout, partial(self._runtime.memory.allocate, exchanged=True), name)
 
+    @override
     def retire(self) -> None:
-        """See `Replica.retire`."""
         super().retire()
         self._accumulated = self._velocity = self._updater = self._origin = self._pushed = (
             self.server.back_buffer
@@ -94,13 +95,13 @@ class ServerReplica(Replica):
 
     # ---- minibatches --------------------------------------------------------------------
 
+    @override
     def batches(
         self,
         flush: Callable[[], Awaitable[None]] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
         waited_for: bool = False,
     ) -> AsyncIterator[api.Minibatch]:
-        """See `strategies.api.ServerWorker`."""
         gate = self._context.batch_gate
         self._pausable_gate = PausableGate(
             gate, self._meter, flush or self._flush, self.server, before, waited_for, self._context.late
@@ -165,8 +166,8 @@ class ServerReplica(Replica):
 
     # ---- gradients ----------------------------------------------------------------------
 
+    @override
     async def gradient(self, batch: api.Minibatch) -> ComputedGradient:
-        """See `strategies.api.Worker`."""
         gradient = self._start(batch, mean=True)
         await gradient.done()
         decays = self._context.rule.decays
@@ -175,8 +176,8 @@ class ServerReplica(Replica):
             await self._work(lambda: add_scaled(target.tensor, source.tensor, decays), [source], [target])
         return gradient
 
+    @override
     def gradient_soon(self, batch: api.Minibatch) -> ComputedGradient:
-        """See `strategies.api.Worker`."""
         if self._context.rule.decays:
             raise UserCodeError(
                 "gradient_soon() with weight decay, in a strategy that says decays_gradients: only "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from gradstream.errors import ConfigError
 from gradstream.memory import Vector
@@ -310,16 +311,16 @@ class RowReplica(ServerReplica):
         self.server.back_buffer, self.server.known = arrival.vector, arrival.versions
         self._computes_on(arrival)
 
+    @override
     async def pull(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
-        """See `ServerReplica.pull`."""
         if min_clock and self._pausable_gate.between:
             await self._pausable_gate.stand()
         await self.swap_in(self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock))
 
     # ---- local steps and sums -----------------------------------------------------------
 
+    @override
     async def apply(self, gradient: api.Gradient, lr: float | None = None) -> None:
-        """See `strategies.api.ServerWorker`."""
         if not gradient.samples:
             return
         rate, rows = self._local_rate(gradient, lr), _rows_of(gradient)
@@ -331,8 +332,8 @@ class RowReplica(ServerReplica):
             _work_of(len(vector)),
         )
 
+    @override
     async def accumulate(self, gradient: api.Gradient) -> None:
-        """See `strategies.api.ServerWorker`."""
         assert isinstance(gradient, ComputedGradient)
         if not gradient.samples:
             self._count(gradient)
@@ -360,10 +361,10 @@ class RowReplica(ServerReplica):
             ratio, upcoming.lr = upcoming.lr / lr, lr
             await self._work(lambda: total.scale(ratio), [], [rest], _work_of(len(rest)))
 
+    @override
     async def local_step(
         self, gradient: api.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
-        """See `strategies.api.ServerWorker`."""
         if momentum:
             raise ConfigError(
                 f"local_momentum={momentum:g} moves every parameter at every step, so a push could leave out no rows: "
@@ -416,8 +417,8 @@ class RowReplica(ServerReplica):
             shape_only={},
         )
 
+    @override
     def retire(self) -> None:
-        """See `Replica.retire`."""
         super().retire()
         self._own = OwnSteps(Layout((), self._layout.dtype), self._gradient.tensor, ())
         self._total.rest = self._single.rest = self._gradient

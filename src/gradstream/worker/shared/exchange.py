@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load
@@ -150,8 +151,8 @@ class SharedExchange(Exchange):
         await context.runtime.beside(lambda: load(storage, folder, pieces), work=work)
         return min(Manifest.decode(storage.read(f"{folder}/{STATE}")).versions, default=0)
 
+    @override
     async def train(self) -> None:
-        """See `Exchange`."""
         await self._strategy.train(self.replica)
 
     def report(self) -> Sequence[Event]:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from gradstream.collectives.factory import SharedWindow
 from gradstream.data.base import BatchRef
@@ -133,8 +134,8 @@ class SharedReplica(Replica):
         """See `strategies.api.Shared`."""
         return isinstance(self._context.model, SparseModel)
 
+    @override
     async def newest(self) -> torch.Tensor:
-        """See `Replica.newest`."""
         return self.parameters.tensor
 
     async def _flush(self) -> None:
