@@ -11,11 +11,8 @@ A DataLoader becomes a DataLoader with the same settings, class and attributes.
 from __future__ import annotations
 
 import dataclasses
-import random
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,79 +23,16 @@ from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.deals import EpochDeal, LoaderDeals, Part
 from gradstream.session.loaders_part import (
+    CommonRandomState,
     EpochSteps,
     LoaderPart,
     Takeover,
     TakeoverOrder,
     is_divided,
     length_of,
+    made_of,
 )
-
-# ---- loaders draw ------------------------------------------------------------------------
-# Random numbers that are equal on all workers while a DataLoader draws its order.
-#
-# Workers divide the minibatches without exchanging messages, so each must draw the same order, whatever its process
-# has drawn before.
-
-_swapping = threading.RLock()
-"""Several workers may be threads of a process, and share its generators."""
-
-
-class CommonRandomState:
-    """Iterates with the same state of the global generators of torch, `random` and numpy on all workers.
-
-    Between two elements the generators have the process's own state, which is not disturbed.
-
-    Args:
-        seed: seed of the states, the same on all workers.
-
-    Attributes:
-        epoch: number of the next iteration, from 0. An iteration adds 1 when its first element is taken:
-            torch also makes iterators that it never uses.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self.epoch = 0
-
-    def iterate(self, begin: Callable[[], Iterator[Any]], at_once: int) -> Iterator[Any]:
-        """The elements of the iterator that `begin` returns, drawn `at_once` at a time."""
-        states, source = _seeded((self._seed << 20) + self.epoch), None
-        self.epoch += 1
-        while True:
-            with _swapping:
-                outside = _swap(states)
-                try:
-                    source = begin() if source is None else source
-                    elements = list(islice(source, at_once))
-                finally:
-                    states = _swap(outside)
-            yield from elements
-            if len(elements) < at_once:
-                return
-
-
-_States = tuple[torch.Tensor, Any, Any]
-
-
-def _seeded(seed: int) -> _States:
-    return (
-        torch.Generator().manual_seed(seed).get_state(),
-        random.Random(seed).getstate(),
-        np.random.RandomState(seed % 2**32).get_state(),
-    )
-
-
-def _swap(states: _States) -> _States:
-    """Sets the states of the generators, and returns those before."""
-    before = (torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002  # the user's samplers use them
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002
-    return before
-
-
-# ---- loaders -----------------------------------------------------------------------------
+from gradstream.session.streams import ShardedIterable, ShardedStream, stream_of
 
 BATCHES_AHEAD = 64
 """Number of minibatches (as sample indices) drawn at once. A sampler may be infinite."""
@@ -321,22 +255,6 @@ def _blocks(sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Part]:
         yield parts[where][block.first : block.first + block.size]
 
 
-class ShardedStream(DataLoader[Any]):
-    """A worker's part of a DataLoader of an IterableDataset: reads all minibatches, yields its own."""
-
-    _part: LoaderPart
-    _common_random: CommonRandomState | None
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
-        begin = super().__iter__
-        return self._part.noted(
-            begin() if self._common_random is None else self._common_random.iterate(begin, 1)
-        )
-
-    def __len__(self) -> int:
-        return self._part.count(super().__len__())
-
-
 def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
     """Makes a loader of the minibatches, or parts of minibatches, that one worker takes.
 
@@ -351,49 +269,14 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
     divided = is_divided(loader, part)
     if divided:  # it yields this worker's part already: only count its samples
         part = dataclasses.replace(part, rank=0, world_size=1, split=False, takeover=None)
-    state = {**vars(loader), "_part": part, "_iterator": None, "in_order": True}
     if isinstance(loader.dataset, IterableDataset):
-        if not (divided or loader.in_order):
-            raise ConfigError(
-                "session.shard: got a DataLoader of an IterableDataset with in_order=False: each worker would "
-                "see the minibatches in a different order, and some would be used twice. Make the loader "
-                "with in_order=True"
-            )
-        random = None if divided else CommonRandomState(part.seed)
-        return _made(loader, ShardedStream, state | {"_common_random": random})
+        return stream_of(loader, part, divided=divided)
+    state = {**vars(loader), "_part": part, "_iterator": None, "in_order": True}
     collated = loader.batch_sampler is not None
     place = "batch_sampler" if collated else "sampler"
     state[place] = ShardedBatchSampler(getattr(loader, place), part, collated=collated)
     state["_number"] = 0 if part.takeover is None else part.takeover.number()
-    return _made(loader, ShardedLoader, state)
-
-
-def _made(loader: DataLoader[Any], base: type, state: dict[str, Any]) -> DataLoader[Any]:
-    """A loader of the user's own class, with the methods of `base` and the attributes `state`."""
-    kind = type(loader)
-    own = base if kind is DataLoader else type(kind.__name__, (base, kind), {})
-    made: DataLoader[Any] = object.__new__(own)
-    vars(made).update(state)
-    return made
-
-
-class ShardedIterable:
-    """One worker's share of an iterable of minibatches: some whole minibatches, or some samples of each.
-
-    Args:
-        batches: all minibatches. If workers get whole ones, those of other workers are made and dropped.
-        part: how to divide, and which share to take.
-    """
-
-    def __init__(self, batches: Iterable[Any], part: LoaderPart) -> None:
-        self._batches = batches
-        self._part = part
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._part.noted(self._batches)
-
-    def __len__(self) -> int:
-        return self._part.count(len(self._batches))  # type: ignore[arg-type]  # TypeError if they have none
+    return made_of(loader, ShardedLoader, state)
 
 
 def part_of(data: Any, part: LoaderPart) -> Any:

@@ -7,9 +7,12 @@ the number of processes, and the index of this process.
 
 from __future__ import annotations
 
+import random
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -178,6 +181,70 @@ class EpochSteps:
             bridge.begun(self._epoch, self._begin, unclear=unclear)
 
 
+# ---- loaders draw ------------------------------------------------------------------------
+# Random numbers that are equal on all workers while a DataLoader draws its order.
+#
+# Workers divide the minibatches without exchanging messages, so each must draw the same order, whatever its process
+# has drawn before.
+
+_swapping = threading.RLock()
+"""Several workers may be threads of a process, and share its generators."""
+
+
+class CommonRandomState:
+    """Iterates with the same state of the global generators of torch, `random` and numpy on all workers.
+
+    Between two elements the generators have the process's own state, which is not disturbed.
+
+    Args:
+        seed: seed of the states, the same on all workers.
+
+    Attributes:
+        epoch: number of the next iteration, from 0. An iteration adds 1 when its first element is taken:
+            torch also makes iterators that it never uses.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.epoch = 0
+
+    def iterate(self, begin: Callable[[], Iterator[Any]], at_once: int) -> Iterator[Any]:
+        """The elements of the iterator that `begin` returns, drawn `at_once` at a time."""
+        states, source = _seeded((self._seed << 20) + self.epoch), None
+        self.epoch += 1
+        while True:
+            with _swapping:
+                outside = _swap(states)
+                try:
+                    source = begin() if source is None else source
+                    elements = list(islice(source, at_once))
+                finally:
+                    states = _swap(outside)
+            yield from elements
+            if len(elements) < at_once:
+                return
+
+
+_States = tuple[torch.Tensor, Any, Any]
+
+
+def _seeded(seed: int) -> _States:
+    return (
+        torch.Generator().manual_seed(seed).get_state(),
+        random.Random(seed).getstate(),
+        np.random.RandomState(seed % 2**32).get_state(),
+    )
+
+
+def _swap(states: _States) -> _States:
+    """Sets the states of the generators, and returns those before."""
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002  # the user's samplers use them
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])  # noqa: NPY002
+    return before
+
+
 # ---- loaders part ------------------------------------------------------------------------
 
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
@@ -328,3 +395,12 @@ def _nested(loader: DataLoader[Any]) -> Iterator[Any]:
         yield candidate
         inner = [getattr(candidate, name, None) for name in names]
         seen += [found for found in inner if found is not None and not any(found is other for other in seen)]
+
+
+def made_of(loader: DataLoader[Any], base: type, state: dict[str, Any]) -> DataLoader[Any]:
+    """A loader of the user's own class, with the methods of `base` and the attributes `state`."""
+    kind = type(loader)
+    own = base if kind is DataLoader else type(kind.__name__, (base, kind), {})
+    made: DataLoader[Any] = object.__new__(own)
+    vars(made).update(state)
+    return made
