@@ -8,7 +8,6 @@ state that only a resumed loop needs, for example momentum.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +18,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from gradstream.checkpoint.own_state import EXTRA
-from gradstream.errors import ConfigError, DataError
+from gradstream.errors import DataError
 from gradstream.model.buffers import Arrays, Buffers, arrays_of, set_tensor
 from gradstream.model.built_module import Fixed
 from gradstream.session.binding import GradientBinding
 from gradstream.session.gradient_vector import vector_of
+from gradstream.session.registered import Held, decode, encode, packed, placed
 
 # ---- optimizer state ---------------------------------------------------------------------
 # The state of a user's optimizers in checkpoints: all of `state_dict()`, as arrays and JSON.
@@ -38,7 +38,10 @@ PLAIN = EXTRA + "plain"
 Entry = tuple[int, str]
 """An entry of `param_groups`: number of the group, and its key."""
 
-_SEQUENCES: Mapping[str, type[Any]] = {"list": list, "tuple": tuple, "set": set}
+_REFUSAL = (
+    "checkpoint: {where}, of the state of an optimizer, is a {kind}; expected {expected}: store it as one of them or "
+    "keep it outside of the optimizer's state; or make no checkpoints, join(checkpoint_every=None)"
+)
 
 
 class OptimizerStates:
@@ -74,11 +77,12 @@ class OptimizerStates:
         Raises:
             ConfigError: a state has a value that is neither a tensor nor a plain one.
         """
-        arrays: Arrays = {}
+        held: Held = {}
         plain = [
-            _encode(self._saved_state(i), f"optimizer.{i}", arrays) for i in range(len(self._optimizers))
+            encode(self._saved_state(i), f"optimizer.{i}", held, _REFUSAL)
+            for i in range(len(self._optimizers))
         ]
-        return {**arrays, PLAIN: np.frombuffer(json.dumps(plain).encode(), np.uint8)}
+        return packed(plain, PLAIN, held)
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Restores the arrays of `saved`; does nothing if they are missing.
@@ -95,7 +99,7 @@ class OptimizerStates:
                 "version of gradstream: resume the run with the version, and the script, that wrote it"
             )
         for number, encoded in enumerate(plain):
-            self._load(number, _decode(encoded, arrays))
+            self._load(number, decode(encoded, arrays))
 
     def _saved_state(self, number: int) -> dict[str, Any]:
         """The optimizer's state dict; of its groups, only entries that its `step` changes."""
@@ -116,7 +120,7 @@ class OptimizerStates:
         for index, key, value in told.pop("param_groups"):
             self._counters[number].add((index, key))
             if index < len(groups):
-                groups[index][key] = _placed(value, groups[index].get(key), None, key)
+                groups[index][key] = placed(value, groups[index].get(key), None, key)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict({**optimizer.state_dict(), **told})
             return
@@ -128,7 +132,7 @@ class OptimizerStates:
             owner, group = owners.get(key, (None, {}))
             whose = key if owner is None else owner
             on_device = bool(group.get("capturable") or group.get("fused"))
-            optimizer.state[whose] = _placed(state, before.get(whose), owner, "" if on_device else "step")
+            optimizer.state[whose] = placed(state, before.get(whose), owner, "" if on_device else "step")
 
     # ---- hooks --------------------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class OptimizerStates:
         self._counters[number].update(changed)
         if number not in self._checked:
             self._checked.add(number)
-            _encode(self._saved_state(number), f"optimizer.{number}", None)
+            encode(self._saved_state(number), f"optimizer.{number}", {}, _REFUSAL)
 
     def _entries(self, number: int) -> dict[Entry, Any]:
         """All entries in a form to compare later: lists as copies, tensors by identity and version."""
@@ -166,83 +170,6 @@ class OptimizerStates:
             for key, value in group.items()
             if key != "params"
         }
-
-
-def _encode(value: Any, where: str, arrays: Arrays | None) -> Any:
-    """The value as JSON. Anything but a plain value becomes a list that begins with its kind.
-
-    Args:
-        where: the value's place, for names and messages.
-        arrays: receives the tensors; None skips them, to test whether everything can be saved.
-
-    Raises:
-        ConfigError: a value can be saved neither as an array nor as JSON.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, torch.Tensor) and not value.is_quantized:
-        name = f"{EXTRA}{where}"
-        while arrays and name in arrays:  # keys 1 and "1" have the same name
-            name += "'"
-        if arrays is not None:
-            arrays.update(arrays_of(name, value))
-        dtype, layout = (str(kind).removeprefix("torch.") for kind in (value.dtype, value.layout))
-        return ["tensor", name, dtype, layout, list(value.shape)]
-    if type(value) in (dict, OrderedDict, defaultdict):
-        pairs = value.items()
-        return ["dict", [[_encode(k, where, arrays), _encode(v, f"{where}.{k}", arrays)] for k, v in pairs]]
-    kind = "tuple" if isinstance(value, torch.Size) else type(value).__name__
-    if _SEQUENCES.get(kind) is type(value) or isinstance(value, torch.Size):
-        return [kind, [_encode(item, f"{where}.{i}", arrays) for i, item in enumerate(value)]]
-    raise ConfigError(
-        f"checkpoint: {where}, of the state of an optimizer, is a {type(value).__name__}; expected a tensor, a number, "
-        "text or None, or a list or dict of these: store it as one of them or keep it outside of the optimizer's "
-        "state; or make no checkpoints, join(checkpoint_every=None)"
-    )
-
-
-def _decode(value: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, *rest = value
-    if kind == "tensor":
-        name, dtype, layout, shape = rest
-        kinds = getattr(torch, dtype), getattr(torch, layout)
-        if not isinstance(kinds[0], torch.dtype) or not isinstance(kinds[1], torch.layout):
-            raise DataError(f"{name[:80]!r} of the checkpoint is a tensor of an unknown kind, {value[2:4]}")
-        tensor = torch.zeros(shape, dtype=kinds[0], layout=kinds[1])
-        set_tensor(name, tensor, arrays)
-        return tensor
-    if kind == "dict":
-        return {_decode(key, arrays): _decode(item, arrays) for key, item in rest[0]}
-    return _SEQUENCES[kind](_decode(item, arrays) for item in rest[0])
-
-
-def _placed(value: Any, before: Any, owner: torch.Tensor | None, on_cpu: str, key: Any = None) -> Any:
-    """The value with tensors on the optimizer's devices: those of `before`, or else their parameter's.
-
-    Args:
-        owner: the parameter that the state belongs to, or None.
-        on_cpu: key of the tensor that stays in main memory, the step counter of torch's optimizers.
-        key: key of the value in its state.
-    """
-    if isinstance(value, dict):
-        was = before if isinstance(before, dict) else {}
-        return {k: _placed(item, was.get(k), owner, on_cpu, k) for k, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_placed(item, None, owner, on_cpu) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(before, torch.Tensor):
-        value = value.to(before.device)
-    elif owner is not None and key != on_cpu:
-        value = value.to(owner.device)
-    if owner is not None and value.shape == owner.shape and value.layout is torch.strided:
-        # fused optimizers want the parameter's strides
-        return torch.empty_like(owner, dtype=value.dtype, device=value.device).copy_(value).detach()
-    return value
 
 
 # ---- replica -----------------------------------------------------------------------------

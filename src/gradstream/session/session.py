@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,6 +24,7 @@ from torch import nn
 from gradstream.model.buffers import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.session.arrays import LocalUpdates
+from gradstream.session.registered import Registered
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])  # noqa: E741
@@ -110,6 +112,25 @@ class Session:
                 missing.
         """
         return model, optimizer
+
+    def register(self, **objects: Any) -> None:
+        """Makes the state of further objects part of the run's, each under a name of its own.
+
+            session.register(scheduler=scheduler, ema=ema, scaler=scaler, counts=counts, rng=True)
+
+        Call it before the first step, for what the loop changes besides the models and optimizers of `wrap`.
+
+        Args:
+            objects: objects with `state_dict` and `load_state_dict` (schedulers, modules such as an average of the
+                weights, a GradScaler), dicts, which are restored in place, and generators of random numbers (of torch,
+                `random` or numpy). True stands for the generators of this process: those of torch, `random` and
+                numpy. The state of a scheduler includes the options of its optimizer's groups. States consist of
+                tensors, arrays, numbers, text, and lists and dicts of these.
+
+        Raises:
+            ConfigError: an object has no state that can be saved; the message names the part that cannot.
+        """
+        self._registered.add(objects)
 
     def split(
         self, build: Callable[[], nn.Module], example: Any, *, into: int, pipeline_dtype: str | None = None
@@ -260,6 +281,10 @@ class Session:
     ) -> None:
         if error is None:
             self.close()
+
+    @cached_property
+    def _registered(self) -> Registered:
+        return Registered()
 
     @property
     def _updates(self) -> LocalUpdates:

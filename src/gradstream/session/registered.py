@@ -1,0 +1,344 @@
+"""The state of objects of the user's own: schedulers, averages of weights, loss scalers, counters, generators.
+
+    session.register(scheduler=scheduler, ema=ema, scaler=scaler, counts={"seen": 0}, rng=True)
+
+A run keeps the states of such objects and of optimizers in one form, without pickle: tensors and arrays under names,
+and everything else as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from gradstream.checkpoint.own_state import EXTRA
+from gradstream.errors import ConfigError, DataError
+from gradstream.model.buffers import Arrays, arrays_of, set_tensor
+
+# ---- values ------------------------------------------------------------------------------
+# A value of tensors, numbers, text, lists and dicts, as arrays and JSON.
+
+Held: TypeAlias = dict[str, "torch.Tensor | np.ndarray[Any, Any]"]
+"""The tensors and arrays of a value, by name. They are the value's own, not copies."""
+
+_SEQUENCES: Mapping[str, type[Any]] = {"list": list, "tuple": tuple, "set": set}
+_DICTS: Mapping[str, type[Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": dict,
+}
+_EXPECTED = "a tensor, an array, a number, text or None, or a list or dict of these"
+_ARRAY_KINDS = "biuf"  # dtypes of numpy that a file can hold
+
+
+def encode(value: Any, where: str, held: Held, refusal: str) -> Any:
+    """The value as JSON. Anything but a plain value becomes a list that begins with its kind.
+
+    Args:
+        where: the value's place, for names and messages.
+        held: receives the tensors and arrays.
+        refusal: the message for a value that cannot be saved, with {where}, {kind} and {expected} in it.
+
+    Raises:
+        ConfigError: a value can be saved neither as an array nor as JSON.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    name = f"{EXTRA}{where}"
+    while name in held:  # keys 1 and "1" have the same name
+        name += "'"
+    if isinstance(value, torch.Tensor) and not value.is_quantized:
+        held[name] = value
+        dtype, layout = (str(kind).removeprefix("torch.") for kind in (value.dtype, value.layout))
+        return ["tensor", name, dtype, layout, list(value.shape)]
+    if type(value) is np.ndarray and value.dtype.kind in _ARRAY_KINDS and value.dtype.itemsize <= 8:
+        held[name] = value
+        return ["array", name]
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
+        pairs = value.items()
+        encoded = [
+            [encode(k, where, held, refusal), encode(v, f"{where}.{k}", held, refusal)] for k, v in pairs
+        ]
+        return [type(value).__name__, encoded]
+    kind = "tuple" if isinstance(value, torch.Size) else type(value).__name__
+    if _SEQUENCES.get(kind) is type(value) or isinstance(value, torch.Size):
+        return [kind, [encode(item, f"{where}.{i}", held, refusal) for i, item in enumerate(value)]]
+    raise ConfigError(refusal.format(where=where, kind=type(value).__name__, expected=_EXPECTED))
+
+
+def decode(value: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+    """The value that `encode` has returned as JSON, with its tensors and arrays.
+
+    Raises:
+        DataError: the arrays are not those of the value.
+    """
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
+    if kind == "tensor":
+        name, dtype, layout, shape = rest
+        kinds = getattr(torch, dtype), getattr(torch, layout)
+        if not isinstance(kinds[0], torch.dtype) or not isinstance(kinds[1], torch.layout):
+            raise DataError(f"{name[:80]!r} of the checkpoint is a tensor of an unknown kind, {value[2:4]}")
+        tensor = torch.zeros(shape, dtype=kinds[0], layout=kinds[1])
+        set_tensor(name, tensor, arrays)
+        return tensor
+    if kind == "array":
+        return np.array(arrays[rest[0]])
+    if kind in _DICTS:
+        return _DICTS[kind]({decode(key, arrays): decode(item, arrays) for key, item in rest[0]})
+    return _SEQUENCES[kind](decode(item, arrays) for item in rest[0])
+
+
+def packed(plain: Any, name: str, held: Held) -> Arrays:
+    """Copies of the tensors and arrays of a value, and its JSON under `name`."""
+    arrays: Arrays = {name: np.frombuffer(json.dumps(plain).encode(), np.uint8)}
+    for key, one in held.items():
+        arrays.update(arrays_of(key, one) if isinstance(one, torch.Tensor) else {key: one.copy()})
+    return arrays
+
+
+def placed(value: Any, before: Any, owner: torch.Tensor | None, on_cpu: str, key: Any = None) -> Any:
+    """The value with tensors on the devices of those of `before`, or else of their parameter.
+
+    Args:
+        owner: the parameter that the state belongs to, or None.
+        on_cpu: key of the tensor that stays in main memory, the step counter of torch's optimizers.
+        key: key of the value in its state.
+    """
+    if isinstance(value, dict):
+        was = before if isinstance(before, dict) else {}
+        items = {k: placed(item, was.get(k), owner, on_cpu, k) for k, item in value.items()}
+        return (
+            defaultdict(before.default_factory, items)
+            if isinstance(before, defaultdict)
+            else type(value)(items)
+        )
+    if type(value) in (list, tuple):
+        old = (
+            before if isinstance(before, list | tuple) and len(before) == len(value) else [None] * len(value)
+        )
+        return type(value)(placed(item, was, owner, on_cpu) for item, was in zip(value, old, strict=True))
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(before, torch.Tensor):
+        value = value.to(before.device)
+    elif owner is not None and key != on_cpu:
+        value = value.to(owner.device)
+    if owner is not None and value.shape == owner.shape and value.layout is torch.strided:
+        # fused optimizers want the parameter's strides
+        return torch.empty_like(owner, dtype=value.dtype, device=value.device).copy_(value).detach()
+    return value
+
+
+# ---- registered objects ------------------------------------------------------------------
+
+STATES = EXTRA + "registered"
+"""Name of the array that holds everything but tensors, as JSON. Names of the tensors begin with it too."""
+
+_REFUSAL = (
+    "session.register: {where} is a {kind}; expected {expected}: store it as one of them, or have state_dict leave it "
+    "out; or do not register the object"
+)
+
+
+class Registered:
+    """Objects that a script has registered, by name: see `Session.register`.
+
+    All methods are called from the user's thread between steps, but for `marked`.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}  # states to restore, also into what is registered later
+        self._marked: tuple[dict[str, Any], Held] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """Registers objects, and restores those of which `load` has brought a state.
+
+        Raises:
+            ConfigError: an object has no state that can be saved, or a name is taken.
+            DataError: an object refuses its state.
+        """
+        for name, one in objects.items():
+            if name in self._objects and self._objects[name] is not one:
+                raise ConfigError(
+                    f"session.register: {name} is registered already: give every object a name of its own"
+                )
+            held: Held = {}
+            packed(encode(_state_of(name, one), f"registered.{name}", held, _REFUSAL), STATES, held)
+            self._objects[name] = one
+            if name in self._told:
+                _restore(name, one, self._told[name])
+
+    def saved(self) -> Arrays:
+        """The states of all objects as they are now, as arrays whose names begin with `STATES`; {} if there are none.
+
+        Raises:
+            ConfigError: a state has a value that cannot be saved; the message names it.
+        """
+        plain, held = self._encoded()
+        return packed(plain, STATES, held) if plain else {}
+
+    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Restores what `saved` or `marked` has returned, now and into objects that are registered later.
+
+        Raises:
+            DataError: an object refuses its state.
+        """
+        if STATES in arrays:
+            plain = json.loads(arrays[STATES].tobytes())
+            self._told = {name: decode(value, arrays) for name, value in plain.items()}
+            self.restore()
+
+    def restore(self) -> None:
+        """Restores once more what `load` has brought, since the script has changed its objects on the way there."""
+        for name in self._told.keys() & self._objects.keys():
+            _restore(name, self._objects[name], self._told[name])
+
+    def settle(self) -> list[str]:
+        """Forgets what `load` has brought. Returns the names that the script has not registered."""
+        missing = sorted(self._told.keys() - self._objects.keys())
+        self._told = {}
+        return missing
+
+    def mark(self) -> None:
+        """Keeps copies of the states of this moment, for `marked`."""
+        plain, held = self._encoded()
+        before = {} if self._marked is None else self._marked[1]
+        self._marked = plain, {name: _copied(one, before.get(name)) for name, one in held.items()}
+
+    def marked(self) -> Arrays:
+        """The states at the last `mark`, or else of now. The user's thread must be waiting."""
+        if self._marked is None:
+            return self.saved()
+        return packed(self._marked[0], STATES, self._marked[1]) if self._marked[0] else {}
+
+    def _encoded(self) -> tuple[dict[str, Any], Held]:
+        held: Held = {}
+        return {
+            name: encode(_state_of(name, one), f"registered.{name}", held, _REFUSAL)
+            for name, one in self._objects.items()
+        }, held
+
+
+def _copied(
+    one: torch.Tensor | np.ndarray[Any, Any], before: torch.Tensor | np.ndarray[Any, Any] | None
+) -> torch.Tensor | np.ndarray[Any, Any]:
+    """A copy, in the memory of the copy before where that fits."""
+    if not isinstance(one, torch.Tensor):
+        return one.copy()
+    if isinstance(before, torch.Tensor) and _form(before) == _form(one) and one.layout is torch.strided:
+        return before.copy_(one.detach())
+    return one.detach().clone()
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+# Objects without `state_dict`: how to read and to set their states.
+_GENERATORS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+}
+
+
+def _state_of(name: str, one: Any) -> Any:
+    """The state of an object. Its tensors may be those of the object itself.
+
+    Raises:
+        ConfigError: it is of no kind that can be registered.
+    """
+    if one is True:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        process = np.random.get_state()  # noqa: NPY002  # scripts use it
+        return {"torch": torch.get_rng_state(), "cuda": cuda, "random": random.getstate(), "numpy": process}
+    for kind, (read, _) in _GENERATORS.items():
+        if isinstance(one, kind):
+            return read(one)
+    if isinstance(one, dict):
+        return dict(one)
+    if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"session.register: {name} is a {type(one).__name__}; expected an object with state_dict and "
+            "load_state_dict, a dict, a generator of random numbers, or True for the generators of this process: put "
+            "what is to be kept into a dict, and register that"
+        )
+    if (groups := _groups_of(one)) is None:
+        return one.state_dict()
+    # A scheduler works on the options of its optimizer's groups, and its own state has no copy of them.
+    options = [
+        {key: value for key, value in group.items() if key != "params" and _is_option(value)}
+        for group in groups
+    ]
+    return {"state": one.state_dict(), "options": options}
+
+
+def _groups_of(one: Any) -> list[dict[str, Any]] | None:
+    """The parameter groups of a scheduler's optimizer; None if the object is no scheduler."""
+    optimizer = getattr(one, "optimizer", None)
+    return optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else None
+
+
+def _is_option(value: Any) -> bool:
+    """Whether a scheduler may work on it: a number, a tensor, or some of them."""
+    values = value if type(value) in (list, tuple) else [value]
+    return all(isinstance(each, bool | int | float | np.generic | torch.Tensor) for each in values)
+
+
+def _restore(name: str, one: Any, told: Any) -> None:
+    try:
+        _set_state(one, told)
+    except Exception as error:
+        raise DataError(
+            f"session.register: {name}, a {type(one).__name__}, does not take the state that the run has of it: "
+            f"{type(error).__name__}: {error}. Register what the script that wrote it has registered as {name}, or "
+            "another name"
+        ) from error
+
+
+def _set_state(one: Any, told: Any) -> None:
+    if one is True:
+        torch.set_rng_state(told["torch"])
+        if torch.cuda.is_available() and len(told["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(told["cuda"])
+        random.setstate(told["random"])
+        np.random.set_state(told["numpy"])  # noqa: NPY002
+        return
+    for kind, (_, write) in _GENERATORS.items():
+        if isinstance(one, kind):
+            write(one, told)
+            return
+    if isinstance(one, dict):
+        fitting = placed(told, dict(one), None, "")
+        one.clear()
+        one.update(fitting)
+        return
+    groups = _groups_of(one)
+    state = told if groups is None else told["state"]
+    one.load_state_dict(placed(state, one.state_dict(), None, ""))
+    for group, options in zip(groups or (), told["options"] if groups else (), strict=False):
+        for key, value in options.items():
+            before = group.get(key)
+            if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+                before.data.copy_(value)  # a compiled step holds the tensor
+            else:
+                group[key] = value
