@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,154 +17,217 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradstream.session import deals
-from gradstream.session.bridge import LoopBridge
-from gradstream.session.deals import LoaderDeals, Part, deal
+from gradstream.session.deals import Dealt, LoaderDeals
 from gradstream.session.loaders_part import Takeover
+from gradstream.session.roster import Roster
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# ---- the deal alone ---------------------------------------------------------------------
+# ---- the deals alone --------------------------------------------------------------------
+
+Batch = tuple[int, int]
 
 
-def test_what_a_lost_worker_had_left_is_dealt_out_in_the_order_of_ranks() -> None:
-    parts: dict[int, Part] = {rank: [(f"{rank}{column}", 2) for column in range(4)] for rank in range(3)}
-    deal(parts, [7, 8, 9, 10], {1: 9})
-    assert [batch for batch, _ in parts[0]] == ["00", "01", "02", "03", "12"]
-    assert [batch for batch, _ in parts[1]] == ["10", "11"]
-    assert [batch for batch, _ in parts[2]] == ["20", "21", "22", "23", "13"]
+def test_a_roster_knows_who_makes_which_round_and_who_has_come() -> None:
+    roster = Roster(3)
+    assert roster.of(0) == roster.now == (0, 1, 2)
+    roster.change(0, [0, 2])  # worker-1 was never there
+    assert roster.of(-4) == roster.of(0) == (0, 2)
+    roster.change(5, [2])
+    roster.change(5, [1, 2], [1])  # in the same round
+    roster.change(8, [0, 1, 2], [0])
+    assert [roster.of(number) for number in (4, 5, 7, 8)] == [(0, 2), (1, 2), (1, 2), (0, 1, 2)]
+    assert [roster.since(rank, 9) for rank in range(3)] == [8, 5, None]
+    assert [roster.since(rank, 7) for rank in range(1, 3)] == [5, None]
+    assert roster.first == 2
+    other = Roster(3)
+    other.load(json.loads(json.dumps(roster.saved())))
+    assert other.changes == roster.changes
 
 
-def test_a_repeat_of_a_lost_worker_is_dealt_to_nobody_and_fills_count_no_samples() -> None:
-    parts: dict[int, Part] = {0: [("a", 2)], 1: [("b", 2)], 2: [("c", 2)], 3: [("a", 0)]}
-    deal(parts, [0], {1: 0, 3: 0})
-    assert parts == {0: [("a", 2), ("b", 2)], 1: [], 2: [("c", 2), ("b", 0)], 3: []}
+class Worker:
+    """One worker's loop, as far as a loader sees it, with a sampler that draws some minibatches ahead."""
+
+    def __init__(self, loops: Loops, rank: int, roster: Roster, came: Any = None) -> None:
+        self.loops = loops
+        self.batches = 0 if came is None else loops.number  # rounds handed in
+        self.counts = SimpleNamespace(batches=self.batches, steps=0)
+        self.takeover = Takeover(
+            lambda: self.batches, roster, in_rounds=True, local_rounds=loops.local_rounds
+        )
+        self.takeover.bridge = SimpleNamespace(counts=self.counts)  # type: ignore[assignment]
+        self.deals = LoaderDeals(
+            self.takeover, rank, loops.split, lambda batch, which: batch[which], len, came
+        )
+        self.script = self.run()
+
+    def run(self) -> Iterator[Dealt]:
+        loops, deals = self.loops, self.deals
+        for epoch in range(loops.epochs):
+            stop = loops.stops.get(epoch, 1 << 30)
+            drawn = self.draws(epoch)
+            ahead = list(islice(drawn, loops.ahead))
+            for taken in count():
+                ahead += islice(drawn, 1)
+                if not ahead or taken == stop:
+                    break
+                deals.take()
+                self.counts.steps += 1
+                yield ahead.pop(0)
+            if not ahead:
+                for dealt in iter(deals.draw, None):
+                    deals.take()
+                    self.counts.steps += 1
+                    yield dealt
+            deals.over()
+
+    def draws(self, epoch: int) -> Iterator[Dealt]:
+        whole: Iterator[Any] = (
+            [(epoch, one, part) for part in range(2)] for one in range(self.loops.batches)
+        )
+        self.deals.begin(epoch, whole)
+        yield from iter(self.deals.draw, None)
+
+    def hand_in(self, most: int) -> list[Dealt]:
+        given = [one for _, one in zip(range(most), self.script, strict=False)]
+        self.batches += 1
+        self.counts.batches += 1
+        return given
 
 
 class Loops:
-    """Loops of several workers in step, as far as a loader sees them: rounds of `per_round` minibatches each."""
+    """Loops of several workers in step: rounds of `per_round` minibatches each. Workers are lost, and come."""
 
     def __init__(
-        self, workers: int, batches: int, epochs: int, per_round: int, stops: Mapping[int, int] | None = None
+        self,
+        workers: int,
+        batches: int,
+        epochs: int,
+        per_round: int = 1,
+        *,
+        stops: Mapping[int, int] | None = None,  # by epoch, the column at which the scripts break off
+        ahead: int = 0,
+        split: bool = False,
+        local_rounds: bool = False,
     ) -> None:
         self.batches, self.epochs, self.per_round = batches, epochs, per_round
-        self.stops = stops or {}  # by epoch, the column at which the scripts break off
-        self.workers = workers
+        self.stops, self.ahead, self.split, self.local_rounds = stops or {}, ahead, split, local_rounds
         self.number = 0  # of the next round
-        self.lost: dict[int, int] = {}
-        self.used: Counter[tuple[int, int]] = Counter()
-        self.takeovers = [Takeover(lambda: self.number) for _ in range(workers)]
-        for takeover in self.takeovers:
-            takeover.bridge = self.bridge()
-        self.deals = [
-            LoaderDeals(takeover, rank, workers, self.part_of) for rank, takeover in enumerate(self.takeovers)
-        ]
-        self.scripts = {rank: self.script(rank) for rank in range(workers)}
+        self.used: Counter[Any] = Counter()
+        self.live = {rank: Worker(self, rank, Roster(workers)) for rank in range(workers)}
+        for worker in self.live.values():
+            worker.takeover.roster.change(0, range(workers))
 
-    def bridge(self) -> Any:
-        counts = SimpleNamespace(batches=0, steps=0)
-        return SimpleNamespace(counts=counts, lost=lambda workers: dict(self.lost))
-
-    def part_of(self, epoch: int, rank: int) -> Part:
-        own: Part = [((epoch, one), 1) for one in range(rank, self.batches, self.workers)]
-        return own + [((epoch, 0), 0)] * (-(-self.batches // self.workers) - len(own))
-
-    def script(self, rank: int) -> Iterator[tuple[Any, int | None]]:
-        takeover, deals = self.takeovers[rank], self.deals[rank]
-        for epoch in range(self.epochs):
-            one_epoch, stop = deals.begin(epoch), self.stops.get(epoch, self.batches)
-            for column, one in enumerate(self.part_of(epoch, rank)):
-                if column == stop:
-                    break
-                one_epoch.next()
-                takeover.bridge.counts.steps += 1  # type: ignore[misc, union-attr]
-                yield one
-            else:
-                for chosen in deals.rest(one_epoch):
-                    takeover.bridge.counts.steps += 1  # type: ignore[misc, union-attr]
-                    yield from chosen
-
-    def round(self, dying: set[int]) -> bool:
-        """Makes a round, in which some die before it is whole. Returns whether loops go on."""
-        given: dict[int, list[tuple[Any, int | None]]] = {}
-        for rank, script in self.scripts.items():
-            if rank not in self.lost:
-                given[rank] = [one for _, one in zip(range(self.per_round), script, strict=False)]
-        dying &= given.keys()
-        if len(dying) == len(given):
-            dying.pop()
-        self.lost |= dict.fromkeys(dying, self.number)
-        left = {rank: own for rank, own in given.items() if rank not in dying}
-        assert len({len(own) for own in left.values()}) == 1, "loops are not in step"
-        for own in left.values():
-            self.used.update(batch for batch, samples in own if samples)
+    def round(self, dying: Collection[int] = (), coming: Collection[int] = ()) -> bool:
+        """Makes a round, in which some die, and others come, before it is whole. Returns whether loops go on."""
+        given = {rank: worker.hand_in(self.per_round) for rank, worker in self.live.items()}
+        assert len({len(own) for own in given.values()}) == 1, "loops are not in step"
+        goes_on = any(given.values())
+        if self.stops or any(len(own) < self.per_round for own in given.values()):
+            coming = ()  # it would break off elsewhere; the loops have ended: nobody would share with it
+        dead = set(dying) & self.live.keys()
+        if len(dead) == len(self.live):
+            dead.pop()
+        for rank in dead:
+            del self.live[rank], given[rank]
+        others = [*self.live.values()]
+        state = json.dumps([others[0].deals.saved(), others[0].takeover.roster.saved()])
+        for rank in (new := set(coming) - self.live.keys()):
+            deals, changes = json.loads(state)
+            roster = Roster(1)
+            roster.load(changes)
+            self.live[rank] = Worker(self, rank, roster, deals)
+        for worker in self.live.values():
+            worker.takeover.roster.change(self.number, sorted(self.live), sorted(new))
+        for rank in new:
+            given[rank] = self.live[rank].hand_in(1 if self.local_rounds else self.per_round)
+            assert not any(samples for _, samples in given[rank]), "a newcomer's first round counts samples"
+        for own in given.values():
+            self.used.update(sample for batch, samples in own if samples for sample in batch)
         self.number += 1
-        return any(left.values())
+        return goes_on
 
     def check(self) -> None:
-        columns = -(-self.batches // self.workers)
-        every = {(epoch, one) for epoch in range(self.epochs) for one in range(self.batches)}
-        broken = {epoch for epoch, stop in self.stops.items() if stop < columns}
-        missing = {one for one in every - self.used.keys() if one[0] not in broken}
-        assert all(count == 1 for count in self.used.values()), "a minibatch counts twice"
-        left = [self.deals[rank].undealt() for rank in range(self.workers) if rank not in self.lost]
+        epochs = range(self.epochs)
+        every = {(epoch, one, part) for epoch in epochs for one in range(self.batches) for part in range(2)}
+        missing = {one for one in every - self.used.keys() if one[0] not in self.stops}
+        assert all(count == 1 for count in self.used.values()), "a sample counts twice"
+        left = [worker.deals.left().total() for worker in self.live.values()]
         assert all(one == left[0] for one in left)
-        unclear = {self.takeovers[rank].own_data for rank in range(self.workers) if rank not in self.lost}
-        assert len(unclear) == 1
-        assert not any(unclear) or broken or self.per_round > columns  # a round of several epochs
-        assert any(unclear) or left[0].total() == len(missing), "minibatches are lost without a word"
+        assert not missing or left[0], "samples are lost without a word"
+        pieces = sum(len(one) for one in {one[:2]: 0 for one in missing})
+        assert self.stops or self.split or left[0] == len({one[:2] for one in missing}) or pieces == 0
+        assert self.stops or missing or not left[0], "samples in the model are told as lost"
+        for worker in self.live.values():
+            assert not worker.takeover.own_data
+            assert len(worker.deals._batches) <= left[0] + 64, "minibatches are kept for nothing"
 
 
 @given(data=st.data())
-def test_each_minibatch_is_in_the_model_once_or_told_as_left(data: st.DataObject) -> None:
+def test_each_sample_is_in_the_model_once_or_told_as_left(data: st.DataObject) -> None:
     draw = data.draw
     workers, batches, epochs = draw(st.integers(1, 5)), draw(st.integers(1, 12)), draw(st.integers(1, 4))
-    stops = draw(st.dictionaries(st.integers(0, 3), st.integers(0, 12), max_size=1), label="breaks")
-    loops = Loops(workers, batches, epochs, draw(st.integers(1, 5)), stops)
-    goes_on = True
-    while goes_on:
-        goes_on = loops.round(draw(st.sets(st.integers(0, workers - 1), max_size=2), label="dying"))
+    stops = draw(st.dictionaries(st.integers(0, 3), st.integers(1, 12), max_size=1), label="breaks")
+    per_round = draw(st.integers(1, 5))
+    loops = Loops(
+        workers,
+        batches,
+        epochs,
+        per_round,
+        stops=stops,
+        ahead=draw(st.integers(0, 3), label="ahead"),
+        split=draw(st.booleans(), label="split"),
+        local_rounds=draw(st.booleans(), label="local rounds"),
+    )
+    ranks = st.sets(st.integers(0, workers), max_size=2)
+    while loops.round(draw(ranks, label="dying"), draw(ranks, label="coming")):
+        pass
     loops.check()
 
 
-@pytest.mark.parametrize("planted", ["one too few", "twice", "a repeat that counts"])
-def test_the_check_of_counts_finds_planted_faults(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(parts: dict[int, Part], rounds: list[int], lost: dict[int, int]) -> None:
-        before = {rank: len(part) for rank, part in parts.items()}
-        deal(parts, rounds, lost)
-        for rank, part in parts.items():
-            if len(part) > before[rank]:
-                batch, samples = part[-1]
-                if planted == "a repeat that counts":
-                    part[-1] = batch, 1
-                else:
-                    part[-1] = (
-                        (batch, 0)
-                        if planted == "one too few"
-                        else (parts[min(parts.keys() - lost.keys())][0][0], samples)
-                    )
+def planted(loops: type[LoaderDeals], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants a fault into all deals."""
+    take_back, load = loops._settle, loops._load
 
+    def forgets(self: LoaderDeals, **options: bool) -> None:
+        take_back(self, **options)
+        self._returned.clear()
+
+    def anew(self: LoaderDeals, came: Any) -> None:
+        load(self, {**came, "place": 0} if fault == "an epoch begun twice" else {**came, "returned": []})
+
+    if fault == "what a lost worker had is forgotten":
+        monkeypatch.setattr(loops, "_settle", forgets)
+    else:
+        monkeypatch.setattr(loops, "_load", anew)
+        if fault == "an epoch begun twice":
+            monkeypatch.setattr(loops, "begin", begins_anew(loops.begin))
+
+
+def begins_anew(begin: Any) -> Any:
+    def wrong(self: LoaderDeals, number: int, order: Iterator[Any]) -> None:
+        if self._came is not None:
+            self._came = {**self._came, "place": 0}
+        begin(self, number, order)
+
+    return wrong
+
+
+@pytest.mark.parametrize("fault", ["what a lost worker had is forgotten", "an epoch begun twice"])
+def test_the_check_of_counts_finds_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
-        loops = Loops(workers=3, batches=10, epochs=2, per_round=1)
-        loops.round(set())
+        loops = Loops(workers=3, batches=10, epochs=2)
+        loops.round()
         loops.round({1})
-        while loops.round(set()):
+        loops.round(coming={1})
+        while loops.round():
             pass
         loops.check()
 
     run()
-    monkeypatch.setattr(deals, "deal", wrong)
+    planted(LoaderDeals, fault, monkeypatch)
     with pytest.raises(AssertionError):
         run()
-
-
-def test_a_worker_that_was_never_in_the_group_is_lost_from_the_first_round_on() -> None:
-    bridge = LoopBridge(SimpleNamespace())  # type: ignore[arg-type]
-    assert bridge.lost(3) == {}
-    bridge.members([0, 2], 0)
-    assert bridge.lost(3) == {1: 0}
-    bridge.members([2], 5)
-    assert bridge.lost(3) == {0: 5, 1: 0}
 
 
 # ---- processes --------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from gradstream.server.shard.state import Parked, ShardState
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart, Takeover
+from gradstream.session.roster import Roster
 from gradstream.telemetry.events import StartedEvent
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
@@ -371,7 +372,7 @@ def test_a_loader_gives_what_a_lost_worker_had_left(
 ) -> None:
     reached = Reached()
     noted: list[Any] = []
-    takeover = Takeover(lambda: reached.steps)
+    takeover = Takeover(lambda: reached.steps, Roster(1))
     takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(make(), LoaderPart(0, 2, 7, split, noted.append, takeover=takeover))
     size = len(loader.dataset)
@@ -391,7 +392,7 @@ def test_a_loader_gives_what_a_lost_worker_had_left(
 
 def test_a_loop_that_accumulates_unevenly_takes_nothing_over() -> None:
     reached = Reached()
-    takeover = Takeover(lambda: reached.steps)
+    takeover = Takeover(lambda: reached.steps, Roster(1))
     takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     for number, _ in enumerate(loader):
@@ -404,7 +405,7 @@ def test_a_loop_that_accumulates_unevenly_takes_nothing_over() -> None:
 @pytest.mark.parametrize("uses", [0, 1])
 def test_what_is_taken_over_and_not_used_is_not_held_to_be_in_the_model(uses: int) -> None:
     reached = Reached()
-    takeover = Takeover(lambda: reached.steps)
+    takeover = Takeover(lambda: reached.steps, Roster(1))
     takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     for _ in range(2):
@@ -418,7 +419,7 @@ def test_what_is_taken_over_and_not_used_is_not_held_to_be_in_the_model(uses: in
 def test_a_resumed_loop_takes_over_nothing_while_it_passes_by() -> None:
     reached = Reached(before=8)  # one epoch of six minibatches, and two of the next
     reached.ledger.reassignment._loops[1].begun[Epoch(0, 0)] = -4  # so this one had four
-    takeover = Takeover(lambda: None if reached.steps == -8 else reached.steps)
+    takeover = Takeover(lambda: None if reached.steps == -8 else reached.steps, Roster(1))
     takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     seen: list[list[int]] = []
@@ -468,7 +469,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
 
 def test_a_validation_neither_takes_over_nor_counts() -> None:
     reached = Reached()
-    takeover = Takeover(lambda: reached.steps)
+    takeover = Takeover(lambda: reached.steps, Roster(1))
     takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     with torch.no_grad():

@@ -29,6 +29,7 @@ from gradstream.errors import ClosedError, ConfigError, PeerLostError, UserCodeE
 from gradstream.model.buffers import Buffers
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
+from gradstream.session.roster import Roster
 from gradstream.telemetry.events import LogEvent
 from gradstream.worker.loop import LoopContext, Round, Turn
 
@@ -159,11 +160,13 @@ class LoopBridge:
         counts_steps: the loop calls `stepped` for each step; otherwise each turn is a step. Implied by
             `averages_gradients`.
         on_step: called after each step of the loop.
+        roster: hears which workers make which rounds; None where the loop does not care.
 
     Attributes:
         ended: whether the user's loop has ended well.
         visible: the parameters (E,) that the user sees; None before the first turn.
         find_left: returns what `left` is.
+        roster: which workers make which rounds.
         counts: numbers of gradients, samples and steps that the loop has submitted.
     """
 
@@ -175,14 +178,14 @@ class LoopBridge:
         averages_gradients: bool = False,
         counts_steps: bool = False,
         on_step: Callable[[], None] = lambda: None,
+        roster: Roster | None = None,
     ) -> None:
         self.averages_gradients = averages_gradients
         self.ended = False
         self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None
-        self._members: Sequence[int] | None = None  # ranks of the workers that take part in rounds
-        self._lost: dict[int, int] = {}  # by rank, the first round without it
+        self.roster = roster or Roster(1)
         self._binding = binding
         self._log = log
         self._on_step = on_step
@@ -305,21 +308,9 @@ class LoopBridge:
         """See `Loop.left`."""
         return self.find_left()
 
-    def members(self, ranks: Sequence[int], number: int) -> None:
+    def members(self, ranks: Sequence[int], number: int, entered: Sequence[int] = ()) -> None:
         """See `Loop.members`. The user's thread waits."""
-        before = self._members or ()
-        self._members = ranks
-        self._lost |= {rank: number for rank in before if rank not in ranks}
-
-    @property
-    def first_member(self) -> int:
-        """The lowest rank that takes part in rounds; 0 where nobody says."""
-        return min(self._members or (0,))
-
-    def lost(self, num_workers: int) -> dict[int, int]:
-        """By rank of each lost worker, of so many, the first round that was made without it."""
-        there = range(num_workers) if self._members is None else self._members
-        return {rank: self._lost.get(rank, 0) for rank in range(num_workers) if rank not in there}
+        self.roster.change(number, ranks, entered)
 
     def logged(self) -> Iterable[LogEvent]:
         """See `Loop.logged`."""

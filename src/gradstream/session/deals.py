@@ -1,212 +1,378 @@
-"""Deals out what lost workers had left of an epoch, where all loops make their rounds together.
+"""Deals out the minibatches of a loader to workers that make their rounds together, whoever they are at the moment.
 
-Every worker draws the order of the whole epoch, and all take their minibatches in step: the c-th one of each is in the
-same round. So each worker knows by itself which minibatches of a lost worker are not in the model, and who takes which
-of them. That needs no message.
+Every worker draws the same order of the whole epoch, and all take their minibatches in step: the c-th one of each is in
+the same round. Each column of this table is dealt when the loops draw it, to the workers that made the round before. So
+each worker knows by itself who takes which minibatch, and which of them are in the model. That needs no message.
 
-    column               0    1    2    3  |  4
-    its round            7    8    9   10  | 11
-    worker-0             a    b    c    d  |  g
-    worker-1, lost       e    f   (g)  (h) |           before round 9 was whole
-    worker-2             i    j    k    l  |  h
+    column           0    1    2    3    4    5
+    its round        7    8    9   10   11   12
+    worker-0         a    d    g    i    k    n
+    worker-1         b    e   (h)                   lost in round 9: h goes back, and is dealt before j
+    worker-2         c    f         h    l    o
+    worker-3                   -    j    m    p     came in round 9, with a minibatch that counts no samples
 
-If another worker dies in the new columns, its rest is dealt out in the next ones. Where there are fewer minibatches
-than workers, the last ones repeat a minibatch, which counts no samples.
+A loader's processes draw some columns ahead of the loop. What a lost worker had in these goes back too. Where there are
+fewer minibatches than workers, the last ones repeat one that counts no samples.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
-from gradstream.session.loaders_part import Takeover
+import torch
 
-Part = list[tuple[Any, int | None]]
-"""A worker's minibatches of an epoch, each with the samples that it counts; None if that cannot be seen."""
+from gradstream.session.loaders_part import Takeover, packed
+from gradstream.session.roster import FIRST
+
+# ---- deals -------------------------------------------------------------------------------
+
+Dealt = tuple[Any, int | None]
+"""A minibatch, most often as sample indices, and the samples that it counts; None if that cannot be seen."""
 
 
-def deal(parts: Mapping[int, Part], rounds: Sequence[int], lost: Mapping[int, int]) -> None:
-    """Moves the minibatches of lost workers that are not in the model to the ends of the others' parts.
+class Item(NamedTuple):
+    """A minibatch, or one of the pieces into which it is split.
 
     Args:
-        parts: the minibatches of each worker by rank; those of survivors are equally many. Changed in place.
-        rounds: the round of each column so far, ascending.
-        lost: by rank of each lost worker, the first round that was made without it.
+        epoch: number of the epoch.
+        place: index of the minibatch in the order of one process.
+        piece, pieces: which piece, and of how many.
     """
-    rest: Part = []
-    for rank in sorted(lost.keys() & parts.keys()):
-        first = bisect_left(rounds, lost[rank])
-        rest += [one for one in parts[rank][first:] if one[1] != 0]
-        del parts[rank][first:]
-    survivors = sorted(parts.keys() - lost.keys())
-    for number in range(0, len(rest), len(survivors)):
-        for place, rank in enumerate(survivors, number):
-            is_there = place < len(rest)
-            parts[rank].append(rest[place] if is_there else (rest[number][0], 0))
+
+    epoch: int
+    place: int
+    piece: int = 0
+    pieces: int = 1
 
 
-class EpochDeal:
-    """One epoch of a loader, as a worker goes through it.
+@dataclass(slots=True)
+class _Column:
+    """The minibatches that the workers take at the same time.
 
     Args:
-        number: number of the epoch.
+        drawn: number of the round that was next when it was dealt.
+        iteration: index of the iteration in which it was dealt.
+        items: by rank.
+        redone: those of them that lost workers had before, with the ranks of these.
+        round: its round, once the loop has taken it; None where a resumed loop does not know the number yet.
+        is_unclear: the loop took it in an iteration without a step, so nobody knows what it was for.
+    """
+
+    drawn: int
+    iteration: int
+    items: dict[int, Item]
+    redone: dict[Item, int] = field(default_factory=dict)
+    round: int | None = None
+    is_unclear: bool = False
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """An iteration over the loader.
+
+    Args:
+        number: number of its epoch, which decides its order.
+        order: the minibatches of one process that are not dealt yet.
+        begun: what the loop had made at its beginning.
+        trains: gradients were on at its beginning.
+        next_place: index of the next minibatch of `order`.
+        num_drawn: number of minibatches that this worker has drawn.
+    """
+
+    number: int
+    order: Iterator[Any] = field(default_factory=lambda: iter(()))
+    begun: tuple[int, int] | None = None
+    trains: bool = True
+    next_place: int = 0
+    num_drawn: int = 0
+
+
+class LoaderDeals:
+    """Deals out one loader's minibatches.
+
+    Args:
         takeover: the session's place in the run.
         rank: rank of this worker.
-        num_workers: number of workers at the beginning.
-        part_of: returns the minibatches of an epoch and a rank; None if they are not known any more.
+        split: each minibatch is split among the workers.
+        cut: returns a slice of the samples of a minibatch.
+        size: returns the number of samples of a minibatch, or None if that cannot be seen.
+        came: what a live worker's `saved` has returned, if this worker has come to a run that had begun.
     """
 
     def __init__(
         self,
-        number: int,
         takeover: Takeover,
         rank: int,
-        num_workers: int,
-        part_of: Callable[[int, int], Part | None],
+        split: bool,
+        cut: Callable[[Any, slice], Any],
+        size: Callable[[Any], int | None],
+        came: Mapping[str, Any] | None = None,
     ) -> None:
-        self._number = number
         self._takeover = takeover
         self._rank = rank
-        self._num_workers = num_workers
-        self._part_of = part_of
-        self._parts: dict[int, Part] = {}  # by rank, once a worker is lost
-        self._rounds: list[int | None] = []  # of each minibatch; None: not known yet in a resumed loop
-        self._begun = self._done  # hand-overs and steps of the loop before
-        self._is_ended = False  # the loop went through its own part to the end; else it may have broken off
-        self._is_validation = False  # without a step of the loop
-        self._is_closed = False
+        self._split = split
+        self._cut = cut
+        self._size = size
+        self._num_begun = 0  # iterations
+        self._iteration = _Iteration(-1)
+        self._columns: deque[_Column] = deque()  # dealt, and not in the model as far as this worker knows
+        self._num_taken = 0  # the first columns, which the loop has taken
+        self._returned: deque[tuple[Item, int]] = deque()  # what lost workers, of these ranks, had
+        self._batches: dict[tuple[int, int], Any] = {}  # by epoch and place, of all items above
+        self._repeat: Any = None  # the first minibatch of the epoch
+        self._came = came
+        self._entered = FIRST  # with this round
+        self._repeats = 0  # what a newcomer may still draw before its first round is over
+        self._repeated = 0  # and has drawn, but not taken
+        if came is not None:
+            self._load(came)
 
-    def next(self) -> None:
-        """Notes the round of the next minibatch."""
+    # ---- what the sampler and the loop do -----------------------------------------------
+
+    def begin(self, number: int, order: Iterator[Any]) -> None:
+        """The loop begins an iteration, the epoch of this number, over the minibatches of one process."""
+        self.over()
+        index, came = self._num_begun, self._came
+        self._num_begun += 1
+        self._iteration = iteration = _Iteration(number, order, self._made, torch.is_grad_enabled())
+        if came is None:
+            return
+        present, done = index == came["begun"] - 1, 0
+        for batch in order if index < came["begun"] - 1 or came["place"] else ():
+            self._keep(Item(number, done), batch, wanted=True)
+            done += 1
+            if present and done == came["place"]:
+                break
+        iteration.next_place = done
+        if index >= came["begun"] - 1:  # it is where the others are
+            self._came = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other workers have gone through the iteration that this newcomer's loop begins next."""
+        return self._came is not None and self._num_begun < self._came["begun"] - 1
+
+    def draw(self) -> Dealt | None:
+        """This worker's next minibatch of the iteration; None if none is left."""
+        if self._came is not None:
+            return None  # the others have gone through it
+        number = self._takeover.steps() or 0
+        if number <= self._entered:  # the others have dealt what is taken with this newcomer's first round
+            if not self._repeats:
+                return None
+            self._repeats, self._repeated = self._repeats - 1, self._repeated + 1
+            self._iteration.num_drawn += 1
+            return self._of(None)
+        self._settle()
+        column = _Column(number, self._num_begun, {})
+        self._deal(column, self._takeover.roster.of(number - 1))
+        if not column.items:
+            return None
+        self._columns.append(column)
+        self._iteration.num_drawn += 1
+        return self._of(column.items.get(self._rank))
+
+    def take(self) -> None:
+        """The loop takes the next minibatch that was drawn."""
         number = self._takeover.steps()
-        if (
-            number is not None and None in self._rounds[-1:]
-        ):  # whoever skips in a resumed run has numbers below 0
-            self._rounds = [min(number, 0) if one is None else one for one in self._rounds]
-        self._rounds.append(number)
+        if self._repeated:
+            self._repeated -= 1
+            if number is None or number <= self._entered:
+                return  # in this newcomer's first round; later ones were dealt to the others before
+        if self._num_taken < len(self._columns):
+            if number is not None:  # whoever skips in a resumed run has numbers below 0
+                for column in list(self._columns)[: self._num_taken]:
+                    column.round = min(number, 0) if column.round is None else column.round
+            self._columns[self._num_taken].round = number
+            self._num_taken += 1
 
-    def end(self) -> None:
-        """Notes that the loop has come to the end of its own part."""
-        self._is_ended, self._is_validation = True, self._begun == self._done
+    def over(self) -> None:
+        """The loop goes through this iteration no further. What was drawn ahead of it is dropped."""
+        if self._came is not None:
+            return  # a newcomer has not come to where the others are
+        while len(self._columns) > self._num_taken:
+            self._drop(self._columns.pop())
+        iteration = self._iteration
+        iteration.num_drawn = 0
+        if iteration.begun != self._made:
+            return
+        for column in self._columns:  # without a step
+            if column.iteration == self._num_begun and iteration.trains:
+                column.is_unclear = True
+            elif column.iteration == self._num_begun:  # a validation: nothing of it is in any round
+                self._drop(column)
 
-    def rest(self) -> Iterator[Part]:
-        """What this worker takes of the lost ones' minibatches, one after the other, until none is left."""
-        while self._is_ended and not self._is_closed and (lost := self._lost) and self._knows_parts:
-            own, done = self._parts[self._rank], len(self._rounds)
-            deal(self._parts, self._known_rounds, lost)
-            if len(own) == done:
+    def count(self, total: int) -> int:
+        """Number of this worker's minibatches out of so many, in the iteration that it is in, or in the next one."""
+        iteration, workers = self._iteration, 1 if self._split else len(self._takeover.roster.now)
+        if not iteration.num_drawn:
+            return -(-total // workers)
+        rest = max(0, total - iteration.next_place) + len(self._returned)
+        return iteration.num_drawn + -(-rest // workers)
+
+    def left(self) -> Counter[int]:
+        """By rank of a lost worker, its minibatches that are in no round, though the loop has ended."""
+        self._settle(at_end=True)
+        number, left = self._takeover.steps() or 0, Counter(rank for _, rank in self._returned)
+        for column in self._columns:
+            if column.round is None or column.round >= number:
+                left.update(column.redone.values())
+        return left
+
+    # ---- columns ------------------------------------------------------------------------
+
+    def _settle(self, *, at_end: bool = False) -> None:
+        """Lets go of columns that are in the model, and takes back what lost workers had in others."""
+        number, roster = self._takeover.steps(), self._takeover.roster
+        if number is None:
+            return
+        newest = max(number - 1, roster.changes[-1].number) if at_end else number - 1
+        back: list[tuple[Item, int]] = []
+        for index, column in enumerate(self._columns):
+            is_over = index < self._num_taken and column.round is not None and column.round < number
+            last = column.round if is_over and column.round is not None else newest
+            for rank, item in list(column.items.items()):
+                since = roster.since(rank, last)
+                if rank in roster.of(last) and (since is None or since < column.drawn):
+                    continue
+                del column.items[rank]
+                if column.is_unclear:
+                    self._takeover.own_data = True
+                    self._forget(item)
+                else:
+                    back.append((item, column.redone.get(item, rank)))
+        self._returned.extend(sorted(back))
+        while self._num_taken and self._columns[0].round is not None and self._columns[0].round < number:
+            self._num_taken -= 1
+            for item in self._columns.popleft().items.values():
+                self._forget(item)
+
+    def _deal(self, column: _Column, ranks: Sequence[int]) -> None:
+        """Deals a column to these workers; nothing, if nothing is left."""
+        if self._split and (place := self._next()) is not None:
+            samples = self._size(_unpacked(self._batches[place]))
+            some = ranks if samples is None else ranks[:samples]
+            column.items = {rank: Item(*place, piece, len(ranks)) for piece, rank in enumerate(some)}
+            return
+        for rank in ranks:  # pieces come back when no minibatch is left
+            if self._returned:
+                item, had = self._returned.popleft()
+                column.redone[item] = had
+            elif not self._split and (place := self._next()) is not None:
+                item = Item(*place)
+            else:
                 return
-            for one in own[done:]:
-                self.next()
-                yield [one]
+            column.items[rank] = item
 
-    def close(self) -> None:
-        """Deals out nothing more of a validation: what is lost later was lost in training."""
-        self._is_closed = self._is_validation
+    def _drop(self, column: _Column) -> None:
+        """The loop does not use what it had drawn; what lost workers had goes back."""
+        items, column.items = column.items, {}
+        self._returned.extendleft(column.redone.items())
+        for item in items.values():
+            if item not in column.redone:
+                self._forget(item)
+        column.redone = {}
 
-    def undealt(self) -> dict[int, int]:
-        """By rank of a lost worker, its minibatches that are in no round, though the others have gone past them."""
-        found, known, done = dict[int, int](), self._known_rounds, len(self._rounds)
-        lost = {
-            rank: first for rank, number in self._lost.items() if (first := bisect_left(known, number)) < done
+    def _next(self) -> tuple[int, int] | None:
+        """Epoch and place of the next minibatch in the order of one process."""
+        iteration = self._iteration
+        for batch in iteration.order:
+            item = Item(iteration.number, iteration.next_place)
+            self._keep(item, batch)
+            iteration.next_place += 1
+            return item[:2]
+        return None
+
+    def _of(self, item: Item | None) -> Dealt:
+        """The minibatch of an item; None: the repeat that counts no samples."""
+        if item is None:
+            iteration = self._iteration
+            if self._repeat is None and (first := next(iteration.order, None)) is not None:
+                iteration.order, self._repeat = chain([first], iteration.order), packed(first)
+            repeat = _unpacked(self._repeat)
+            return (self._cut(repeat, slice(1)) if self._split else repeat), 0
+        batch = _unpacked(self._batches[item[:2]])
+        if item.pieces > 1:
+            batch = self._cut(batch, slice(item.piece, None, item.pieces))
+        samples = self._size(batch)
+        if samples is None and self._split and isinstance(batch, list | tuple | str):
+            samples = len(batch)
+        return batch, samples
+
+    def _keep(self, item: Item, batch: Any, *, wanted: bool = False) -> None:
+        """Keeps a minibatch as long as a column or a lost worker has it.
+
+        Args:
+            item: the minibatch.
+            batch: what the sampler has drawn.
+            wanted: keep it only if it is one of those that have a place already.
+        """
+        if item.place == 0:
+            self._repeat = packed(batch)
+        if not wanted or item[:2] in self._batches:
+            self._batches[item[:2]] = packed(batch)
+
+    def _forget(self, item: Item) -> None:
+        """Forgets a minibatch, unless another piece of it is still needed."""
+        if item.pieces == 1 or not any(one[:2] == item[:2] for one in self._items()):
+            self._batches.pop(item[:2], None)
+
+    def _items(self) -> Iterator[Item]:
+        """All items that somebody has, or had."""
+        yield from (item for item, _ in self._returned)
+        for column in self._columns:
+            yield from column.items.values()
+
+    # ---- state --------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """What a newcomer has to know, as JSON. Call it while the loop waits for the exchange of a round."""
+        return {
+            "begun": self._num_begun,
+            "place": self._iteration.next_place,
+            "round": (self._takeover.steps() or 0) - 1,
+            "returned": [[*item, rank] for item, rank in self._returned],
+            "taken": self._num_taken,
+            "columns": [
+                {
+                    "drawn": [column.drawn, column.iteration],
+                    "items": [[rank, *item] for rank, item in column.items.items()],
+                    "redone": [[rank, *item] for item, rank in column.redone.items()],
+                    "round": column.round,
+                    "is_unclear": column.is_unclear,
+                }
+                for column in self._columns
+            ],
         }
-        dealt = sum(samples != 0 for part in self._parts.values() for _, samples in part[done:])
-        if not (lost or dealt) or self._is_validation:
-            return found
-        if not self._is_ended or not self._knows_parts:
-            self._takeover.own_data = (
-                True  # the loop has broken off: workers have drawn it to different places
-            )
-            return found
-        for rank, first in lost.items():
-            found[rank] = sum(samples != 0 for _, samples in self._parts[rank][first:done])
-        if dealt:  # and not used: the loop ended before
-            rank = min(self._lost)
-            found[rank] = found.get(rank, 0) + dealt
-        return found
+
+    def _load(self, came: Mapping[str, Any]) -> None:
+        for one in came["columns"]:
+            items = {rank: Item(*item) for rank, *item in one["items"]}
+            redone = {Item(*item): rank for rank, *item in one["redone"]}
+            drawn, iteration = one["drawn"]
+            self._columns.append(_Column(drawn, iteration, items, redone, one["round"], one["is_unclear"]))
+        self._returned.extend((Item(*item), rank) for *item, rank in came["returned"])
+        self._num_taken, self._entered = came["taken"], came["round"]
+        for column in islice(self._columns, self._num_taken):
+            column.iteration = -1  # of others
+        in_round = sum(column.round == came["round"] for column in self._columns)
+        in_round = min(in_round, 1) if self._takeover.local_rounds else in_round
+        self._repeats = len(self._columns) - self._num_taken + in_round
+        self._batches = {item[:2]: None for item in self._items()}
+        if not came["begun"]:
+            self._came = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of its rounds are over."""
-        number = self._takeover.steps()
-        return not self._rounds or (number is not None and (self._rounds[-1] or 0) < number)
-
-    @property
-    def _lost(self) -> dict[int, int]:
-        bridge = self._takeover.bridge
-        return {} if bridge is None else bridge.lost(self._num_workers)
-
-    @property
-    def _knows_parts(self) -> bool:
-        """Whether the minibatches of all ranks are known: they are made once a worker is lost."""
-        if not self._parts:
-            parts = {rank: self._part_of(self._number, rank) for rank in range(self._num_workers)}
-            self._parts = {rank: part for rank, part in parts.items() if part is not None}
-        if len(self._parts) < self._num_workers:
-            self._takeover.own_data = True
-        return len(self._parts) == self._num_workers
-
-    @property
-    def _known_rounds(self) -> list[int]:
-        return [0 if one is None else one for one in self._rounds]
-
-    @property
-    def _done(self) -> tuple[int, int] | None:
+    def _made(self) -> tuple[int, int] | None:
+        """Rounds that the loop has submitted, and its steps; None before it can make any."""
         bridge = self._takeover.bridge
         return None if bridge is None else (bridge.counts.batches, bridge.counts.steps)
 
 
-class LoaderDeals:
-    """The latest epochs of one loader.
-
-    A round may begin in one epoch and end in the next. So what a lost worker had left of an epoch may be known only
-    when the next one is under way, and is dealt out at the end of that.
-
-    Args:
-        takeover: the session's place in the run.
-        rank: rank of this worker.
-        num_workers: number of workers at the beginning.
-        part_of: see `EpochDeal`.
-    """
-
-    MOST = 3
-    """Epochs whose rounds may not be over."""
-
-    def __init__(
-        self, takeover: Takeover, rank: int, num_workers: int, part_of: Callable[[int, int], Part | None]
-    ) -> None:
-        self._takeover = takeover
-        self._make = partial(
-            EpochDeal, takeover=takeover, rank=rank, num_workers=num_workers, part_of=part_of
-        )
-        self._epochs: list[EpochDeal] = []
-        self._undealt: Counter[int] = Counter()  # of epochs before these
-
-    def begin(self, number: int) -> EpochDeal:
-        """The loop begins an epoch."""
-        while self._epochs and (self._epochs[0].is_whole or len(self._epochs) == self.MOST):
-            oldest = self._epochs.pop(0)
-            self._takeover.own_data |= not oldest.is_whole
-            self._undealt.update(oldest.undealt())
-        epoch = self._make(number)
-        self._epochs.append(epoch)
-        return epoch
-
-    def rest(self, epoch: EpochDeal) -> Iterator[Part]:
-        """What this worker takes of lost ones' minibatches at the end of an epoch, also of earlier ones."""
-        epoch.end()
-        for one in self._epochs:
-            if one is not epoch:
-                yield from one.rest()
-        yield from epoch.rest()
-        epoch.close()
-
-    def undealt(self) -> Counter[int]:
-        """See `EpochDeal.undealt`, of all epochs."""
-        undealt = Counter(self._undealt)
-        for epoch in self._epochs:
-            undealt.update(epoch.undealt())
-        return undealt
+def _unpacked(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, array) else batch

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
-from gradstream.session.deals import EpochDeal, LoaderDeals, Part
+from gradstream.session.deals import Dealt, LoaderDeals
 from gradstream.session.loaders_part import (
     CommonRandomState,
     EpochSteps,
@@ -67,8 +67,9 @@ class ShardedBatchSampler:
 
     Attributes:
         latest: the latest iteration, which may be ahead of the loop; None before the first.
-        orders: all minibatches of the latest `MOST_ORDERS` epochs, by epoch, if workers take over those of lost
-            workers.
+        orders: all minibatches of the latest `MOST_ORDERS` epochs, by epoch, if the coordinator gives workers those of
+            lost ones.
+        deals: deals out the minibatches where all workers make their rounds together; else None.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart, *, collated: bool) -> None:
@@ -78,6 +79,7 @@ class ShardedBatchSampler:
         self._random = CommonRandomState(part.seed)
         self.latest: SamplerEpoch | None = None
         self.orders: dict[int, TakeoverOrder] = {}
+        self.deals: LoaderDeals | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, from 0; each one after it adds 1."""
@@ -90,6 +92,13 @@ class ShardedBatchSampler:
     def __iter__(self) -> Iterator[Any]:
         latest = self.latest = SamplerEpoch(self._random.epoch)
         batches = self._drawn()
+        if self.deals is not None:
+            self.deals.begin(latest.epoch, batches)
+            while (dealt := self.deals.draw()) is not None:
+                batch, count = dealt
+                latest.counts.append(count)
+                yield batch
+            return
         if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # others may be infinite
             self.orders.pop(latest.epoch, None)
             while len(self.orders) >= MOST_ORDERS:
@@ -108,7 +117,13 @@ class ShardedBatchSampler:
         sizes = [1 if (size := self._size(batch)) is None else size for batch in order]
         return [sum(size > rank for size in sizes) for rank in range(part.world_size)]
 
-    def part_of(self, epoch: int, rank: int) -> Part | None:
+    def deal(self, takeover: Takeover, number: int) -> None:
+        """Deals out the minibatches from now on, as those of the loader of this number."""
+        part, came = self._part, takeover.came.get(number)
+        self.deals = LoaderDeals(takeover, part.rank, part.split, self._cut, self._size, came)
+        takeover.deals[number] = self.deals
+
+    def part_of(self, epoch: int, rank: int) -> list[Dealt] | None:
         """A worker's minibatches in an epoch, each with its counted samples; None if not all of it is in `orders`."""
         order = self.orders.get(epoch)
         if order is None or not order.whole:
@@ -117,7 +132,8 @@ class ShardedBatchSampler:
         return list(part.taken(order, self._cut, self._size))
 
     def __len__(self) -> int:
-        return self._part.count(len(self._batches))  # TypeError if the sampler has none
+        count = self._part.count if self.deals is None else self.deals.count
+        return count(len(self._batches))  # TypeError if the sampler has none
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # before __init__ there is no sampler
@@ -152,12 +168,18 @@ class ShardedLoader(DataLoader[Any]):
 
     @property
     def is_dealt(self) -> bool:
-        """Whether others can take over the minibatches of a lost worker. A sampler without length has no epochs."""
-        return self._part.takeover is not None and hasattr(self._index_sampler._batches, "__len__")
+        """Whether others can take over the minibatches of a lost worker."""
+        sampler = self._index_sampler
+        return sampler.deals is not None or (
+            self._part.takeover is not None and hasattr(sampler._batches, "__len__")  # else it has no epochs
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         sampler: ShardedBatchSampler = self._index_sampler
         sampler.latest = None
+        deals = sampler.deals
+        if deals is not None and deals.is_over and self.num_workers:  # nothing for processes to do
+            return self._loaded(sampler, self.generator)
         batches = super().__iter__()  # with worker processes this draws indices already
         return self._counted(batches, sampler, sampler.latest)
 
@@ -185,10 +207,8 @@ class ShardedLoader(DataLoader[Any]):
     def _noted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
     ) -> Iterator[Any]:
-        takeover = self._part.takeover
-        if takeover is not None and not (takeover.in_rounds or torch.is_grad_enabled()):
-            takeover = None  # a validation
-        steps: EpochSteps | EpochDeal | None = None
+        takeover, deals = self._part.takeover, sampler.deals
+        steps: EpochSteps | None = None
         for batch in batches:
             epoch = sampler.latest if epoch is None else epoch
             if epoch is None or not epoch.counts:
@@ -197,57 +217,49 @@ class ShardedLoader(DataLoader[Any]):
                     "session.shard has not drawn, from an iterator made before shard. Shard a plain DataLoader "
                     "instead"
                 )
-            if takeover is not None:
-                steps = steps or self._epoch_of(takeover, epoch.epoch)
+            if deals is not None:
+                deals.take()
+            elif takeover is not None and torch.is_grad_enabled():  # else a validation
+                steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch))
                 steps.next()
             samples = epoch.counts.popleft()
             self._part.note(length_of((batch,)) if samples is None else samples)
             yield batch
+        if deals is not None:
+            yield from self._made(iter(deals.draw, None), deals)
+            deals.over()
         if steps is not None:
             try:
-                yield from self._taken_over(sampler, steps)
+                for block in _blocks(sampler, steps):
+                    yield from self._made(block)
             except GeneratorExit:  # the loop may not have used the last minibatch
-                if isinstance(steps, EpochSteps):
-                    steps.used()
+                steps.used()
                 raise
 
-    def _deals_of(self, takeover: Takeover) -> LoaderDeals:
-        if (deals := takeover.deals.get(self._number)) is None:
-            part = self._part
-            deals = LoaderDeals(takeover, part.rank, part.world_size, self._index_sampler.part_of)
-            takeover.deals[self._number] = deals
-        return deals
+    def _made(self, chosen: Iterable[Dealt], deals: LoaderDeals | None = None) -> Iterator[Any]:
+        """Yields the minibatches that this worker takes over from lost workers."""
+        for batch, samples in chosen:
+            made = next(self._loaded([batch]))
+            if deals is not None:
+                deals.take()
+            self._part.note(length_of((made,)) if samples is None else samples)
+            yield made
 
-    def _epoch_of(self, takeover: Takeover, epoch: int) -> EpochSteps | EpochDeal:
-        if takeover.in_rounds:
-            return self._deals_of(takeover).begin(epoch)
-        return EpochSteps(takeover, Epoch(self._number, epoch))
+    def _loaded(self, batches: Iterable[Any], generator: torch.Generator | None = None) -> Iterator[Any]:
+        """Makes minibatches from their indices as this loader does, but in this process.
 
-    def _taken_over(self, sampler: ShardedBatchSampler, steps: EpochSteps | EpochDeal) -> Iterator[Any]:
-        """Yields the minibatches that this worker takes over from lost workers, block by block."""
-        if isinstance(steps, EpochSteps):
-            blocks = _blocks(sampler, steps)
-        else:
-            assert self._part.takeover is not None
-            blocks = self._deals_of(self._part.takeover).rest(steps)
-        for chosen in blocks:
-            for batch, (_, samples) in zip(self._loaded([batch for batch, _ in chosen]), chosen, strict=True):
-                self._part.note(length_of((batch,)) if samples is None else samples)
-                yield batch
-
-    def _loaded(self, batches: list[Any]) -> Iterator[Any]:
-        """Makes minibatches from their indices as this loader does, but in this process."""
+        By default the user's own generator does not advance, or it would differ between workers.
+        """
         place = "batch_sampler" if self.batch_sampler is not None else "sampler"
         alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-        # The user's own generator must not advance, or it would differ between workers.
-        state = {**vars(self), **alone, place: batches, "generator": None, "_iterator": None}
+        state = {**vars(self), **alone, place: batches, "generator": generator, "_iterator": None}
         made: ShardedLoader = object.__new__(type(self))
         vars(made).update(state)
         return super(ShardedLoader, made).__iter__()
 
 
-def _blocks(sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Part]:
-    parts: dict[tuple[int, int], Part] = {}
+def _blocks(sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[list[Dealt]]:
+    parts: dict[tuple[int, int], list[Dealt]] = {}
     while (block := steps.take(sampler.parts, sampler.orders)) is not None:
         where = block.epoch.number, block.rank
         if where not in parts:
@@ -276,6 +288,8 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
     place = "batch_sampler" if collated else "sampler"
     state[place] = ShardedBatchSampler(getattr(loader, place), part, collated=collated)
     state["_number"] = 0 if part.takeover is None else part.takeover.number()
+    if part.takeover is not None and part.takeover.in_rounds:
+        state[place].deal(part.takeover, state["_number"])
     return made_of(loader, ShardedLoader, state)
 
 

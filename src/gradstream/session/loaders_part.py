@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.roster import Roster
 
 if TYPE_CHECKING:
     from gradstream.session.deals import LoaderDeals
@@ -49,7 +50,7 @@ class TakeoverOrder:
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yields the same minibatches, and remembers each."""
         for batch in batches:
-            self._batches.append(_packed(batch))
+            self._batches.append(packed(batch))
             yield batch
         self.whole = True
 
@@ -60,7 +61,7 @@ class TakeoverOrder:
         return (batch.tolist() if isinstance(batch, array) else batch for batch in self._batches)
 
 
-def _packed(batch: Any) -> Any:
+def packed(batch: Any) -> Any:
     """A list of integers as an array of eight bytes each; anything else unchanged."""
     if type(batch) is not list or any(type(one) is bool for one in batch[:1]):
         return batch
@@ -76,20 +77,33 @@ class Takeover:
     Args:
         steps: returns the number of the loop's next step, or None while unknown. A resumed run begins at 0, and
             iterations that it skips have negative numbers.
+        roster: which workers make which rounds.
+        in_rounds: all loops make their rounds together, and deal out the minibatches themselves: see `deals`. Else the
+            coordinator assigns them.
+        local_rounds: a round has several steps of the loop.
 
     Attributes:
         bridge: reaches the coordinator; None before the loop can make steps.
-        in_rounds: all loops make their rounds together, and deal out the minibatches themselves: see `deals`. Else the
-            coordinator assigns them.
-        deals: by number of a loader, its latest epochs.
+        deals: by number of a loader.
+        came: by number of a loader, what a live worker's `LoaderDeals.saved` has returned.
         own_data: the loop has used minibatches, or samples, of no loader of which others could take over the rest.
     """
 
-    def __init__(self, steps: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        steps: Callable[[], int | None],
+        roster: Roster,
+        *,
+        in_rounds: bool = False,
+        local_rounds: bool = False,
+    ) -> None:
         self.steps = steps
-        self.in_rounds = False
+        self.roster = roster
+        self.in_rounds = in_rounds
+        self.local_rounds = local_rounds
         self.own_data = False
         self.deals: dict[int, LoaderDeals] = {}
+        self.came: dict[int, Mapping[str, Any]] = {}
         self.bridge: LoopBridge | None = None
         self._num_loaders = 0
 

@@ -27,6 +27,7 @@ from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.host import Host
 from gradstream.session.log import SessionLog
+from gradstream.session.roster import Roster
 from gradstream.worker.loop import Loop
 
 # ---- job ---------------------------------------------------------------------------------
@@ -114,7 +115,13 @@ class RunConnection:
         self._thread: threading.Thread | None = None
 
     def join(
-        self, binding: ParameterBinding, rule: str, *, averages_gradients: bool, counts_steps: bool
+        self,
+        binding: ParameterBinding,
+        rule: str,
+        *,
+        averages_gradients: bool,
+        counts_steps: bool,
+        roster: Roster,
     ) -> LoopBridge:
         """Joins the run. Returns when all workers have joined, with the same parameters.
 
@@ -122,7 +129,7 @@ class RunConnection:
             binding: the user's parameters.
             rule: the update rule that the loop's optimizer asks for, as text.
             averages_gradients: whether only gradients are exchanged.
-            counts_steps: see `LoopBridge`.
+            counts_steps, roster: see `LoopBridge`.
 
         Raises:
             GradstreamError: the run could not start.
@@ -134,6 +141,7 @@ class RunConnection:
             averages_gradients=averages_gradients,
             counts_steps=counts_steps,
             on_step=binding.snapshot_buffers,
+            roster=roster,
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = partial(self._live, binding, bridge, rule)

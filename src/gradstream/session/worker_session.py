@@ -41,6 +41,7 @@ from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import around_each_step, as_list, take_over
 from gradstream.session.replica import ReplicaBinding
+from gradstream.session.roster import Roster
 from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
@@ -170,7 +171,12 @@ class WorkerSession(Session):
         self._connection = RunConnection(place, self._log, host)
         self._resume_point = ResumePoint(place.steps_before())
         self._samples = SampleCount()
-        self._takeover = Takeover(self._next_step)
+        self._takeover = Takeover(
+            self._next_step,
+            Roster(place.world_size),
+            in_rounds=isinstance(self._strategy, GroupStrategy),
+            local_rounds=self._strategy.local_rounds,
+        )
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
@@ -184,8 +190,7 @@ class WorkerSession(Session):
     @property
     @override
     def is_main(self) -> bool:
-        bridge = self._connection.bridge
-        return self.rank == (0 if bridge is None else bridge.first_member)
+        return self.rank == self._takeover.roster.first
 
     @property
     @override
@@ -381,10 +386,9 @@ class WorkerSession(Session):
             return tuple(self.shard(item, split=split) for item in data)
         loader = object()  # identifies the loader that is made
         note, over = (partial(call, loader=loader) for call in (self._note, self._samples.over))
-        strategy, in_group = self._strategy, isinstance(self._strategy, GroupStrategy)
+        strategy, in_group = self._strategy, self._takeover.in_rounds
         reassigns = strategy.survives_worker_loss and (strategy.partitioning != "rounds" or in_group)
-        self._takeover.in_rounds = in_group
-        takeover = self._takeover if reassigns else None
+        takeover = self._takeover if reassigns and self._split is None else None
         aligned = self._averages_gradients or in_group
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
         part = LoaderPart(rank, workers, self._seed, split, note, aligned, over, takeover)
@@ -544,6 +548,7 @@ class WorkerSession(Session):
             rule,
             averages_gradients=self._averages_gradients,
             counts_steps=self._strategy.local_rounds,
+            roster=self._takeover.roster,
         )
         self._takeover.bridge = bridge
         if isinstance(self._strategy, GroupStrategy):
@@ -557,7 +562,7 @@ class WorkerSession(Session):
         """What lost workers had left of the data."""
         batches: Counter[int] = Counter()
         for deal in self._takeover.deals.values():
-            batches.update(deal.undealt())
+            batches.update(deal.left())
         return Left(batches, self._takeover.own_data or self._samples.unseen or self._samples.ahead)
 
     def _step(self, lr: float, loss: float) -> None:

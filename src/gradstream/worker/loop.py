@@ -151,8 +151,14 @@ class Loop(Protocol):
         """
         ...
 
-    def members(self, ranks: Sequence[int], number: int) -> None:
-        """Hears, before round `number`, which workers take part from it on. The loop waits meanwhile."""
+    def members(self, ranks: Sequence[int], number: int, entered: Sequence[int] = ()) -> None:
+        """Hears, before round `number`, which workers take part from it on. The loop waits meanwhile.
+
+        Args:
+            ranks: their ranks.
+            number: number of the round, from 0; in a resumed run from where it was resumed.
+            entered: ranks of those that have come since the last call, to a run that had begun.
+        """
         ...
 
     def logged(self) -> Iterable[LogEvent]:
