@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,12 @@ class Scripted:
         self.samples += len(x)
         self.latest, self.turned = gradient.clone(), Turn(len(x), RATE, float(residual @ residual) / len(x))
         return self.turned
+
+    def state(self) -> dict[str, Any]:
+        return {"loop.registered": np.array([self.batches])}
+
+    def restore(self, state: Mapping[str, Any], *, own: bool) -> None:
+        self.restored = state, own
 
     def logged(self) -> tuple[()]:
         return ()

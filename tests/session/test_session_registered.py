@@ -131,11 +131,16 @@ def test_objects_come_back_as_they_were() -> None:
 
 def test_a_mark_keeps_what_the_script_changes_after_it() -> None:
     registered, counts = Registered(), {"seen": torch.zeros(2), "steps": 0}
+    registered.begin(keeps=True)
     registered.add({"counts": counts})
     for steps in range(3):
-        registered.mark()
+        registered.asks()
+        registered.uses()
+        registered.asks()  # a second minibatch of the same step
         counts["seen"] += 1  # type: ignore[operator]
         counts["steps"] = steps + 1
+        if steps < 2:
+            registered.stepped()
     registered.load(registered.marked())
     assert counts["steps"] == 2
     assert counts["seen"].tolist() == [2, 2]  # type: ignore[attr-defined]
@@ -176,7 +181,7 @@ def test_what_cannot_be_kept_is_refused_at_once_also_in_a_single_process() -> No
         registered.load(registered.saved())
 
 
-def test_names_that_nobody_registers_are_told() -> None:
+def test_names_that_nobody_registers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     stopped, resumed = Registered(), Registered()
     stopped.add({"a": {}, "b": {"x": 1}})
     assert STATES in stopped.saved()
@@ -184,5 +189,7 @@ def test_names_that_nobody_registers_are_told() -> None:
     own: dict[str, int] = {}
     resumed.add({"b": own})
     assert own == {"x": 1}
-    assert resumed.settle() == ["a"]
+    assert STATES in resumed.saved()  # of a run that is stopped before its script has come so far
+    resumed.uses()
+    assert "the state of 'a', of the run so far, is dropped" in capsys.readouterr().err
     assert Registered().saved() == {}

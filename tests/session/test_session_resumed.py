@@ -30,6 +30,7 @@ from gradstream.session.arrays import ArrayBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart
+from gradstream.session.node import job as session_job
 from gradstream.session.worker_session import WorkerSession
 from whole_runs import train
 
@@ -171,6 +172,9 @@ class Placed:
 
     def steps_before(self) -> int:
         return 5
+
+    def job(self) -> gs.Job:
+        return session_job()
 
 
 def test_a_loop_skips_what_it_has_done_and_one_that_does_not_ask_is_refused() -> None:

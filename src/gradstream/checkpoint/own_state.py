@@ -8,7 +8,9 @@ through. On request the worker sends the frozen parameters of its model instead.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -212,15 +214,23 @@ async def ask(
 #     predictors   of independently trained parts
 #     remainders   what a worker has not sent yet: its codec dropped it, or its exchange had begun before
 #     replica      everything of a worker that has its own parameters, which no other worker and no shard has
+#     loop         what a user's loop has besides its model: what it has registered, and its place in the data. Large
+#                  arrays are left out where the first worker has the same
 #
 # No shard has them. The coordinator calls the method of this name on each process while the run stands still, and
 # writes the answers as `<kind>-<node>.safetensors`. A process that continues under the same name, with tensors of the
 # same form, reads the file again.
 
-Kind = Literal["predictors", "remainders", "replica"]
+Kind = Literal["predictors", "remainders", "replica", "loop"]
 
 MOST_BYTES = 1 << 34
 """The most bytes that the coordinator takes from a process: predictors may be larger than their part of the model."""
+
+LARGE_BYTES = 1 << 16
+"""Bytes from which an array of a loop is large."""
+
+DIGESTS_BYTES = 1 << 24
+"""The most bytes of a request with digests."""
 
 
 def file_of_own(kind: Kind, node: str) -> str:
@@ -239,14 +249,83 @@ def answering(
     return answer
 
 
-async def ask_own(endpoint: Endpoint, kind: Kind, node: str, silence_s: float) -> bytes:
+def serve_loop(
+    endpoint: Endpoint, state: Callable[[Mapping[str, str]], Awaitable[Mapping[str, np.ndarray[Any, Any]]]]
+) -> None:
+    """Serves what a user's loop has besides its model.
+
+    Args:
+        state: returns the arrays without those that have the same digests: see `without`.
+    """
+
+    async def answer(stream: Stream) -> None:
+        asked = v1.Body.FromString(stream.opened.body).data
+        known = parse_json(asked, max_bytes=DIGESTS_BYTES) if asked else {}
+        await send_file(stream, safetensors.numpy.save(dict(await state(known))))
+
+    endpoint.serve("loop", answer, model=False)
+
+
+def digests_of(file: bytes) -> bytes:
+    """The digests of the large arrays in a worker's file, for `ask_own`. Raises DataError."""
+    try:
+        arrays = safetensors.numpy.load(file)
+    except SafetensorError as error:
+        raise DataError(f"not the state of a loop: {error}") from error
+    known = {name: _digest(array) for name, array in arrays.items() if array.nbytes >= LARGE_BYTES}
+    return json.dumps(known).encode()
+
+
+def without(
+    arrays: Mapping[str, np.ndarray[Any, Any]], known: Mapping[str, str]
+) -> Mapping[str, np.ndarray[Any, Any]]:
+    """The arrays without large ones whose digests are known."""
+    return {
+        name: array
+        for name, array in arrays.items()
+        if array.nbytes < LARGE_BYTES or name not in known or _digest(array) != known[name]
+    }
+
+
+def _digest(array: np.ndarray[Any, Any]) -> str:
+    form = f"{array.dtype.str} {array.shape}".encode()
+    return hashlib.blake2b(form + array.tobytes(), digest_size=16).hexdigest()
+
+
+def read_loop(
+    storage: Storage, folder: str, node: str, workers: Iterable[str]
+) -> Mapping[str, np.ndarray[Any, Any]]:
+    """Reads what a worker's loop had besides its model, or that of the first worker; {} if there is none.
+
+    Args:
+        workers: names of the workers that the checkpoint has.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name in dict.fromkeys([*sorted(workers, key=lambda name: (len(name), name))[:1], node]):
+        path = f"{folder}/{worker_file(file_of_own('loop', name))}"
+        try:
+            arrays.update(safetensors.numpy.load(storage.read(path)))
+        except FileNotFoundError:
+            continue
+        except SafetensorError as error:
+            raise DataError(f"{path}: {error}; resume from another checkpoint") from error
+    return arrays
+
+
+async def ask_own(endpoint: Endpoint, kind: Kind, node: str, silence_s: float, request: bytes = b"") -> bytes:
     """Asks a process for its own tensors, and returns the bytes of a file.
+
+    Args:
+        request: for a loop, what `digests_of` the first worker's file returns.
 
     Raises:
         PeerLostError, DeadlineError: the process is gone, or silent.
         RefusedError: the answer has too many bytes.
     """
-    return await receive_file(endpoint, node, kind, b"", MOST_BYTES, silence_s)
+    return await receive_file(endpoint, node, kind, request, MOST_BYTES, silence_s)
 
 
 def read_own(storage: Storage, folder: str, kind: Kind, node: str) -> Mapping[str, torch.Tensor] | None:

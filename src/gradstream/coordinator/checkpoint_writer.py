@@ -28,6 +28,7 @@ from gradstream.checkpoint.own_state import (
     ask,
     ask_own,
     averaged,
+    digests_of,
     file_of_own,
 )
 from gradstream.checkpoint.policy import Policy
@@ -195,6 +196,14 @@ class CheckpointWriter:
                 *(ask_own(endpoint, kind, node, silence_s) for node in nodes)
             )
             beside |= zip([file_of_own(kind, node) for node in nodes], answers, strict=True)
+        if isinstance(ledger, OpenLedger):
+            first, *later = snapshot.workers
+            beside[file_of_own("loop", first)] = file = await ask_own(endpoint, "loop", first, silence_s)
+            known = digests_of(file)
+            answers = await self._runtime.gather(
+                *(ask_own(endpoint, "loop", who, silence_s, known) for who in later)
+            )
+            beside |= zip([file_of_own("loop", who) for who in later], answers, strict=True)
         averages = averaged(list(own.values()))
         if own:  # a model may have recreated its buffers, in other shapes
             buffers = [spec_of(name, average.shape, average.dtype) for name, average in averages.items()]

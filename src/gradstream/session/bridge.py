@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from gradstream.data.open_ledger import Left
@@ -29,6 +30,7 @@ from gradstream.errors import ClosedError, ConfigError, PeerLostError, UserCodeE
 from gradstream.model.buffers import Buffers
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
+from gradstream.session.registered import Registered
 from gradstream.session.roster import Roster
 from gradstream.telemetry.events import LogEvent
 from gradstream.worker.loop import LoopContext, Round, Turn
@@ -161,6 +163,7 @@ class LoopBridge:
             `averages_gradients`.
         on_step: called after each step of the loop.
         roster: hears which workers make which rounds; None where the loop does not care.
+        registered: what the loop has besides its model.
 
     Attributes:
         ended: whether the user's loop has ended well.
@@ -179,6 +182,7 @@ class LoopBridge:
         counts_steps: bool = False,
         on_step: Callable[[], None] = lambda: None,
         roster: Roster | None = None,
+        registered: Registered | None = None,
     ) -> None:
         self.averages_gradients = averages_gradients
         self.ended = False
@@ -189,6 +193,7 @@ class LoopBridge:
         self._binding = binding
         self._log = log
         self._on_step = on_step
+        self._registered = registered or Registered()
         self._condition = threading.Condition()
         self._whose: Literal["worker", "user"] = "worker"
         self._context: LoopContext | None = None
@@ -312,6 +317,14 @@ class LoopBridge:
         """See `Loop.members`. The user's thread waits."""
         self.roster.change(number, ranks, entered)
 
+    def state(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """See `Loop.state`."""
+        return self._registered.marked() if self.averages_gradients else {}
+
+    def restore(self, state: Mapping[str, np.ndarray[Any, Any]], *, own: bool) -> None:
+        """See `Loop.restore`. The user's thread waits until all workers have joined."""
+        self._registered.load(state, own=own)
+
     def logged(self) -> Iterable[LogEvent]:
         """See `Loop.logged`."""
         return () if self._log is None else self._log.take()
@@ -429,6 +442,7 @@ class LoopBridge:
         """Notes that the loop has made a step: see `LoopCounts.step`."""
         self.counts.step(handed=handed)
         self._on_step()
+        self._registered.stepped()
 
     @property
     def behind(self) -> tuple[int, int] | None:

@@ -209,7 +209,7 @@ class ShardedLoader(DataLoader[Any]):
     ) -> Iterator[Any]:
         takeover, deals = self._part.takeover, sampler.deals
         steps: EpochSteps | None = None
-        for batch in batches:
+        for batch in self._part.asked(batches):
             epoch = sampler.latest if epoch is None else epoch
             if epoch is None or not epoch.counts:
                 raise ConfigError(
@@ -238,7 +238,7 @@ class ShardedLoader(DataLoader[Any]):
 
     def _made(self, chosen: Iterable[Dealt], deals: LoaderDeals | None = None) -> Iterator[Any]:
         """Yields the minibatches that this worker takes over from lost workers."""
-        for batch, samples in chosen:
+        for batch, samples in self._part.asked(chosen):
             made = next(self._loaded([batch]))
             if deals is not None:
                 deals.take()

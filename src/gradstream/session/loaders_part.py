@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from gradstream.session.roster import Roster
 
 if TYPE_CHECKING:
     from gradstream.session.deals import LoaderDeals
+
+T = TypeVar("T")
 
 # ---- loaders takeover --------------------------------------------------------------------
 # Takes over a lost worker's minibatches of an epoch once a worker has finished its own part.
@@ -279,6 +281,7 @@ class LoaderPart:
             repeats one that counts no samples.
         over: called when the worker has taken its last minibatch.
         takeover: asks for the minibatches of lost workers; None if nobody takes them over.
+        ask: called when the loop asks for a minibatch, before it is loaded.
     """
 
     rank: int
@@ -289,6 +292,7 @@ class LoaderPart:
     aligned: bool = False
     over: Callable[[], None] = lambda: None
     takeover: Takeover | None = None
+    ask: Callable[[], None] = lambda: None
 
     def of(self, samples: Any) -> Any:
         """Every W-th element from the r-th on, of anything that can be sliced."""
@@ -338,10 +342,21 @@ class LoaderPart:
         if self.aligned and number % self.world_size < self.rank:
             yield repeat, 0
 
+    def asked(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same minibatches. Calls `ask` before each, and before their end."""
+        source = iter(batches)
+        while True:
+            self.ask()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            yield batch
+
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The worker's minibatches, already loaded, out of those of one process. Notes their samples."""
         try:
-            for batch, samples in self.taken(batches, cut_of, length_of):
+            for batch, samples in self.asked(self.taken(batches, cut_of, length_of)):
                 self.note(samples)
                 yield batch
         finally:

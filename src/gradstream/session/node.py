@@ -27,6 +27,7 @@ from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.host import Host
 from gradstream.session.log import SessionLog
+from gradstream.session.registered import Registered
 from gradstream.session.roster import Roster
 from gradstream.worker.loop import Loop
 
@@ -98,6 +99,7 @@ class RunConnection:
     Args:
         place: the rank of this worker, and the place of its run.
         log: figures that the loop logs.
+        registered: what the loop has besides its model.
         host: coordinator and servers, if this process runs them for all workers; waited for at the end.
 
     Attributes:
@@ -105,11 +107,14 @@ class RunConnection:
         aborted: whether another node has ended the run; it reports the reason.
     """
 
-    def __init__(self, place: WorkerPlacement, log: SessionLog, host: Host | None) -> None:
+    def __init__(
+        self, place: WorkerPlacement, log: SessionLog, registered: Registered, host: Host | None
+    ) -> None:
         self.bridge: LoopBridge | None = None
         self.aborted = False
         self._place = place
         self._log = log
+        self._registered = registered
         self._host = host
         self._binding: ParameterBinding | None = None
         self._thread: threading.Thread | None = None
@@ -142,6 +147,7 @@ class RunConnection:
             counts_steps=counts_steps,
             on_step=binding.snapshot_buffers,
             roster=roster,
+            registered=self._registered,
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = partial(self._live, binding, bridge, rule)

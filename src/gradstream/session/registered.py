@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, DataError
 from gradstream.model.buffers import Arrays, arrays_of, set_tensor
+from gradstream.untrusted import say
 
 # ---- values ------------------------------------------------------------------------------
 # A value of tensors, numbers, text, lists and dicts, as arrays and JSON.
@@ -143,7 +144,7 @@ def placed(value: Any, before: Any, owner: torch.Tensor | None, on_cpu: str, key
 # ---- registered objects ------------------------------------------------------------------
 
 STATES = EXTRA + "registered"
-"""Name of the array that holds everything but tensors, as JSON. Names of the tensors begin with it too."""
+"""Name of the array that holds everything but tensors, as JSON."""
 
 _REFUSAL = (
     "session.register: {where} is a {kind}; expected {expected}: store it as one of them, or have state_dict leave it "
@@ -154,16 +155,23 @@ _REFUSAL = (
 class Registered:
     """Objects that a script has registered, by name: see `Session.register`.
 
-    All methods are called from the user's thread between steps, but for `marked`.
+    A run continues at the top of the loop's body, so a checkpoint has the states of that moment: when the loop asks for
+    the minibatch of a step that is not in the model yet. By the time of the checkpoint the body has gone on (it has
+    drawn random numbers, for instance), so the states are copied at that moment.
+
+    All methods but `marked` and `load` are called from the user's thread, and these two while it waits.
+
+    Attributes:
+        is_marked: whether the loop has asked for a minibatch since its last step.
     """
 
     def __init__(self) -> None:
+        self.is_marked = False
+        self._is_used = False  # the loop works on the next step
+        self._keeps = False
         self._objects: dict[str, Any] = {}
         self._told: dict[str, Any] = {}  # states to restore, also into what is registered later
-        self._marked: tuple[dict[str, Any], Held] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._objects)
+        self._marks: dict[str, tuple[Any, Held]] = {}  # the states for a checkpoint
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Registers objects, and restores those of which `load` has brought a state.
@@ -182,56 +190,111 @@ class Registered:
             self._objects[name] = one
             if name in self._told:
                 _restore(name, one, self._told[name])
+            if self._keeps and _counts_ahead(one):
+                self._mark([name])
+
+    # ---- now ----------------------------------------------------------------------------
 
     def saved(self) -> Arrays:
-        """The states of all objects as they are now, as arrays whose names begin with `STATES`; {} if there are none.
+        """The states of all objects as they are now, as arrays whose names begin with `EXTRA`; {} if there are none.
 
         Raises:
             ConfigError: a state has a value that cannot be saved; the message names it.
         """
-        plain, held = self._encoded()
-        return packed(plain, STATES, held) if plain else {}
+        return self._packed({})
 
-    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]], *, own: bool = True) -> None:
         """Restores what `saved` or `marked` has returned, now and into objects that are registered later.
+
+        Args:
+            own: whether it was this worker that saved it. Else generators of random numbers stay as they are, since two
+                workers would draw the same numbers.
 
         Raises:
             DataError: an object refuses its state.
         """
         if STATES in arrays:
-            plain = json.loads(arrays[STATES].tobytes())
-            self._told = {name: decode(value, arrays) for name, value in plain.items()}
-            self.restore()
+            plain, generators = json.loads(arrays[STATES].tobytes())
+            self._told = {
+                name: decode(value, arrays) for name, value in plain.items() if own or name not in generators
+            }
+            self._restore()
 
-    def restore(self) -> None:
-        """Restores once more what `load` has brought, since the script has changed its objects on the way there."""
+    def _restore(self) -> None:
         for name in self._told.keys() & self._objects.keys():
             _restore(name, self._objects[name], self._told[name])
 
-    def settle(self) -> list[str]:
-        """Forgets what `load` has brought. Returns the names that the script has not registered."""
-        missing = sorted(self._told.keys() - self._objects.keys())
-        self._told = {}
-        return missing
+    def begin(self, *, keeps: bool) -> None:
+        """Notes that the loop has joined its run, which makes checkpoints (`keeps`) or not."""
+        self._keeps = keeps
+        self.stepped()
 
-    def mark(self) -> None:
-        """Keeps copies of the states of this moment, for `marked`."""
-        plain, held = self._encoded()
-        before = {} if self._marked is None else self._marked[1]
-        self._marked = plain, {name: _copied(one, before.get(name)) for name, one in held.items()}
+    # ---- at the top of the loop's body ---------------------------------------------------
+
+    def asks(self, *, live: bool = True) -> None:
+        """Notes that the loop asks for a minibatch.
+
+        Args:
+            live: the minibatch is for a step that is not in the model. On the way to the first one after a resume, the
+                script may have changed its objects, so they are restored once more.
+        """
+        if not live or self._is_used:  # a further minibatch of the same step
+            return
+        if self._told:
+            self._restore()
+        self.is_marked = True
+        if self._keeps:
+            self._mark([name for name, one in self._objects.items() if not _counts_ahead(one)])
+
+    def uses(self) -> None:
+        """Notes that the loop works on its next step. Without a call of `asks` since the last one it begins here."""
+        if not self.is_marked:
+            self.asks()
+        if self._told:
+            for name in sorted(self._told.keys() - self._objects.keys()):
+                say(f"the state of {name!r}, of the run so far, is dropped: the script has not registered it")
+            self._told = {}
+        self._is_used = True
+
+    def stepped(self) -> None:
+        """Notes that the loop has made a step."""
+        self.is_marked = self._is_used = False
+        if self._keeps:
+            self._mark([name for name, one in self._objects.items() if _counts_ahead(one)])
 
     def marked(self) -> Arrays:
-        """The states at the last `mark`, or else of now. The user's thread must be waiting."""
-        if self._marked is None:
-            return self.saved()
-        return packed(self._marked[0], STATES, self._marked[1]) if self._marked[0] else {}
+        """The states at the top of the body that is under way."""
+        return self._packed(self._marks)
 
-    def _encoded(self) -> tuple[dict[str, Any], Held]:
+    def _mark(self, names: Sequence[str]) -> None:
+        for name in names:
+            held: Held = {}
+            plain = encode(_state_of(name, self._objects[name]), f"registered.{name}", held, _REFUSAL)
+            before = self._marks[name][1] if name in self._marks else {}
+            self._marks[name] = plain, {key: _copied(each, before.get(key)) for key, each in held.items()}
+
+    def _packed(self, marks: Mapping[str, tuple[Any, Held]]) -> Arrays:
+        """The states of `marks`; of objects that are not in it, those to restore, or else those of now."""
+        plain: dict[str, Any] = {}
         held: Held = {}
-        return {
-            name: encode(_state_of(name, one), f"registered.{name}", held, _REFUSAL)
-            for name, one in self._objects.items()
-        }, held
+        for name in dict.fromkeys([*self._objects, *self._told]):
+            if name in marks and name not in self._told:
+                plain[name], more = marks[name]
+                held |= more
+            else:
+                state = self._told[name] if name in self._told else _state_of(name, self._objects[name])
+                plain[name] = encode(state, f"registered.{name}", held, _REFUSAL)
+        generators = [name for name, one in self._objects.items() if one is True or isinstance(one, _KINDS)]
+        return packed([plain, generators], STATES, held) if plain else {}
+
+
+def _counts_ahead(one: Any) -> bool:
+    """Whether the state of an object already counts the minibatch that the loop works on: a loader's own state."""
+    return (
+        hasattr(one, "state_dict")
+        and hasattr(one, "__iter__")
+        and not isinstance(one, torch.nn.Module | dict)
+    )
 
 
 def _copied(
@@ -259,6 +322,7 @@ _GENERATORS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], obje
     ),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
 }
+_KINDS = tuple(_GENERATORS)
 
 
 def _state_of(name: str, one: Any) -> Any:
@@ -270,7 +334,9 @@ def _state_of(name: str, one: Any) -> Any:
     if one is True:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         process = np.random.get_state()  # noqa: NPY002  # scripts use it
-        return {"torch": torch.get_rng_state(), "cuda": cuda, "random": random.getstate(), "numpy": process}
+        version, words, following = random.getstate()
+        python = version, np.array(words, np.uint32), following
+        return {"torch": torch.get_rng_state(), "cuda": cuda, "random": python, "numpy": process}
     for kind, (read, _) in _GENERATORS.items():
         if isinstance(one, kind):
             return read(one)
@@ -320,7 +386,8 @@ def _set_state(one: Any, told: Any) -> None:
         torch.set_rng_state(told["torch"])
         if torch.cuda.is_available() and len(told["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(told["cuda"])
-        random.setstate(told["random"])
+        version, words, following = told["random"]
+        random.setstate((version, tuple(words.tolist()), following))
         np.random.set_state(told["numpy"])  # noqa: NPY002
         return
     for kind, (_, write) in _GENERATORS.items():

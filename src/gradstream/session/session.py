@@ -118,7 +118,8 @@ class Session:
 
             session.register(scheduler=scheduler, ema=ema, scaler=scaler, counts=counts, rng=True)
 
-        Call it before the first step, for what the loop changes besides the models and optimizers of `wrap`.
+        Call it after `wrap` and before the first step, for what the loop changes besides its models and optimizers.
+        Under `synchronous` and `allreduce`, checkpoints have the states, and a resumed run continues with them.
 
         Args:
             objects: objects with `state_dict` and `load_state_dict` (schedulers, modules such as an average of the

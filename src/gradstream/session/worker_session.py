@@ -168,7 +168,7 @@ class WorkerSession(Session):
         self._place = place
         self._seed = seed
         self._log = SessionLog(place.rank, self._steps_made)
-        self._connection = RunConnection(place, self._log, host)
+        self._connection = RunConnection(place, self._log, self._registered, host)
         self._resume_point = ResumePoint(place.steps_before())
         self._samples = SampleCount()
         self._takeover = Takeover(
@@ -221,6 +221,8 @@ class WorkerSession(Session):
     @override
     def skip(self) -> bool:
         if not self._resume_point.skip():
+            if not self._registered.is_marked:
+                self._registered.asks()
             if self._connection.bridge is not None:
                 self._connection.bridge.counts.iterations += 1
             return False
@@ -257,7 +259,7 @@ class WorkerSession(Session):
         )
         self._optimizers = [torch_optimizer, wrapped]
         self._begin(binding, rule)
-        module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
+        module.register_forward_pre_hook(BeforeForward(self._forward), with_kwargs=True)
         return model, cast(O, wrapped if isinstance(optimizer, TorchOptimizer) else [wrapped])
 
     def _wrap_replicas(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
@@ -283,7 +285,7 @@ class WorkerSession(Session):
             self.world_size,
         )
         reducer.synchronize()
-        hook = BeforeForward(self._samples.forward)
+        hook = BeforeForward(self._forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
         binding.states.watch(check=self._place.job().checkpoint_every is not None)
@@ -320,7 +322,7 @@ class WorkerSession(Session):
 
         for torch_optimizer in optimizers:
             around_each_step(torch_optimizer, before, partial(made, torch_optimizer))
-        hook = BeforeForward(one_round.called, self._samples.forward)
+        hook = BeforeForward(one_round.called, self._forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -337,7 +339,7 @@ class WorkerSession(Session):
         split = LoopSplit(self.rank, build, example, into, self.world_size, self._place.job(), pipeline_dtype)
         bridge = self._begin(split.binding, split.RULE)
         module = self._split = split.join(bridge, self._seed, self._handed_over)
-        module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
+        module.register_forward_pre_hook(BeforeForward(self._forward), with_kwargs=True)
         self._step_hooks = [
             register_optimizer_step_pre_hook(module.before_step),
             register_optimizer_step_post_hook(self._after_split_step),
@@ -391,11 +393,24 @@ class WorkerSession(Session):
         takeover = self._takeover if reassigns and self._split is None else None
         aligned = self._averages_gradients or in_group
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
-        part = LoaderPart(rank, workers, self._seed, split, note, aligned, over, takeover)
+        part = LoaderPart(rank, workers, self._seed, split, note, aligned, over, takeover, self._ask)
         made = part_of(data, part)
         if isinstance(made, ShardedLoader) and made.is_dealt:
             self._dealt.add(loader)
         return made
+
+    def _ask(self) -> None:
+        """Notes that the loop asks a loader for a minibatch."""
+        if torch.is_grad_enabled():
+            point = self._resume_point
+            is_live = point.skipped == point.steps or self._steps_made() > point.steps
+            self._registered.asks(live=is_live)
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes that the loop calls a model."""
+        if module.training and torch.is_grad_enabled():
+            self._registered.uses()
+        self._samples.forward(module, args, kwargs)
 
     def _note(self, samples: int | None, loader: object) -> None:
         """Notes that the loop takes a minibatch from a loader."""
@@ -551,6 +566,7 @@ class WorkerSession(Session):
             roster=self._takeover.roster,
         )
         self._takeover.bridge = bridge
+        self._registered.begin(keeps=self._place.job().checkpoint_every is not None)
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
         elif self._in_pairs:
@@ -573,6 +589,7 @@ class WorkerSession(Session):
     def _taken_samples(self, local: Sequence[PassSamples] = ()) -> float:
         """Samples of the gradient that is submitted now, including passes in `no_sync`."""
         self._resume_point.check_asked()
+        self._registered.uses()
         return self._samples.take(local)
 
     @cached_property

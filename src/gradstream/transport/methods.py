@@ -149,6 +149,7 @@ METHODS: Mapping[str, Method] = {
     "state": Method(served_by=_COMPUTES, callers=_COMPUTES | _COORDINATOR),
     "predictors": Method(served_by=_COMPUTES, callers=_COORDINATOR),
     "remainders": Method(served_by=_COMPUTES, callers=_COORDINATOR),
+    "loop": Method(served_by=_WORKER, callers=_COORDINATOR, request_bytes=MAX_HEADER_BYTES),
     # Tunnels between nodes that cannot dial each other. The coordinator calls nodes through its own.
     "post": Method(served_by=_COORDINATOR, callers=_MEMBER),
     "tunnel": Method(served_by=_COORDINATOR, callers=_MEMBER | _COORDINATOR, chunks=True),

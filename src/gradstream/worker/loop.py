@@ -11,8 +11,9 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
@@ -159,6 +160,14 @@ class Loop(Protocol):
             number: number of the round, from 0; in a resumed run from where it was resumed.
             entered: ranks of those that have come since the last call, to a run that had begun.
         """
+        ...
+
+    def state(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """What the loop has besides its model, for a checkpoint. Runs on the arithmetic thread, between two turns."""
+        ...
+
+    def restore(self, state: Mapping[str, np.ndarray[Any, Any]], *, own: bool) -> None:
+        """Restores what `state` has returned before the run was resumed, on this worker (`own`) or on another one."""
         ...
 
     def logged(self) -> Iterable[LogEvent]:

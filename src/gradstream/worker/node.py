@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from gradstream.checkpoint.folder import MODEL, read_own, read_tensors
 from gradstream.checkpoint.manifest import Resume
-from gradstream.checkpoint.own_state import EXTRA_FILE
+from gradstream.checkpoint.own_state import EXTRA_FILE, read_loop, serve_loop, without
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.coordinator.client.member import BoundaryError, Member, names_of
@@ -35,7 +38,7 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluator import Evaluator
 from gradstream.worker.exchange import Exchange, ExchangeContext
 from gradstream.worker.final_model import write_final_model
-from gradstream.worker.loop import LoopContext, LoopSource
+from gradstream.worker.loop import Loop, LoopContext, LoopSource
 from gradstream.worker.parts.lead import LedSchedule
 from gradstream.worker.parts.worker import ReplicaLead
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
@@ -135,6 +138,9 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
         if frozen:
             read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
             load_fixed(model, await runtime.beside(read, work=Work("restore")))
+        of_loop = partial(read_loop, storage, resume.folder, runtime.node, resume.steps)
+        state = await runtime.beside(of_loop, work=Work("restore"))
+        config.loop.restore(state, own=runtime.node in resume.steps)
     if config.plan.averages_gradients:
         extra = await runtime.beside(
             lambda: read_own(storage, resume.folder, EXTRA_FILE), work=Work("restore")
@@ -239,6 +245,8 @@ class WorkerNode:
         config = self._config
         try:
             spec = await model_spec_of(config, self._runtime)
+            if config.loop is not None:
+                serve_loop(self._endpoint, partial(self._state_of, config.loop))
             self._averager.serve()  # another worker may begin earlier than this one
             if self._pairwise is not None:
                 self._pairwise.serve()
@@ -337,6 +345,12 @@ class WorkerNode:
             on_boundary=_nothing if self._evaluator is None else self._evaluator.at_boundary,
             place=None if self._lead is None else self._lead.place,
             pairwise=self._pairwise,
+        )
+
+    async def _state_of(self, loop: Loop, known: Mapping[str, str]) -> Mapping[str, np.ndarray[Any, Any]]:
+        """What the loop has besides its model, read between two of its turns."""
+        return await self._runtime.compute(
+            lambda _: without(loop.state(), known), work=Work("copy"), shape_only={}
         )
 
     def _is_lowest(self) -> bool:
