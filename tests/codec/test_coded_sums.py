@@ -13,12 +13,15 @@ from gradstream.codec.base import Codec, Encoder
 from gradstream.codec.named import float4, int8, one_bit, sign, top_k
 from gradstream.collectives.group import Group
 from gradstream.memory import Vector
+from gradstream.model.base import Layout
 from gradstream.worker.group import coded_sums
 from gradstream.worker.group.coded_sums import CodedSums
+from gradstream.worker.unsent_state import UnsentState, codec_state
 from kit.group_runs import VirtualRanks
 
 C = gs.codecs
 ROUNDS, ELEMS = 4, 1000
+LAYOUT = Layout.of([("w", (ELEMS,))], torch.float32)
 WITH_FEEDBACK: dict[str, Codec] = {
     "int8": int8(), "float4": float4(), "one-bit": one_bit(), "sign": sign(), "top-k": top_k(),
 }  # fmt: skip
@@ -31,23 +34,32 @@ def given(size: int, number: int) -> torch.Tensor:
 
 
 async def summed(
-    group: Group, codec: Codec, buckets: list[tuple[int, int]], rounds: int = ROUNDS, broken: int = -1
+    group: Group,
+    codec: Codec,
+    buckets: list[tuple[int, int]],
+    rounds: int = ROUNDS,
+    broken: int = -1,
+    again: int = 0,
+    elems: int = ELEMS,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int]:
     """The sums of some rounds, what the codec keeps, and the words that this rank has given to exchanges."""
     runtime = group._runtime  # type: ignore[attr-defined]
-    kept = {
-        name: runtime.memory.allocate(ELEMS, torch.float32, name)
-        for name in getattr(codec, "state_names", ())
-    }
-    sums = CodedSums(runtime, group, buckets, Encoder(codec, torch.float32, f"0/{group.rank}", kept))
+    unsent = UnsentState(runtime, LAYOUT, codec_state(codec))
+    unsent.survive(codec_state(codec))
+    kept = unsent.vectors
+    encoder = Encoder(codec, torch.float32, f"0/{group.rank}", kept)
+    sums = CodedSums(runtime, group, buckets, encoder, unsent, elems)
     vector, found, words = group.allocate(ELEMS, torch.float32, "gradient"), [], 0
     for number in range(rounds):
+        vector.tensor.copy_(given(group.size, number)[group.rank])
+        for start, stop in buckets[:again]:  # a death breaks the round after these buckets
+            await sums.allreduce(vector[start:stop], weight=1 / group.size, step=number)
         vector.tensor.copy_(given(group.size, number)[group.rank])
         if (number, group.rank) == (broken, group.size - 1):
             vector.tensor[17] = float("inf")
         for start, stop in buckets:
-            _, sent = await sums.allreduce(vector[start:stop], weight=1 / group.size, step=number)
-            words += len(sent)
+            sent = await sums.allreduce(vector[start:stop], weight=1 / group.size, step=number)
+            words += sum(map(len, sent))
         found.append(vector.tensor.clone())
     return found, {name: one.tensor.clone() for name, one in kept.items()}, words
 
@@ -136,3 +148,28 @@ def test_bytes_that_no_codec_makes_are_refused_with_a_name(monkeypatch: pytest.M
     errors = [str(error) for error in outcome if isinstance(error, gs.errors.DataError)]
     assert errors and all("in step 0: a block of another scale" in error for error in errors)
     assert all(isinstance(error, gs.errors.GradstreamError) for error in outcome)
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_round_that_is_made_again_changes_nothing(name: str, size: int, again: int) -> None:
+    codec, buckets = WITH_FEEDBACK[name], [(0, 448), (448, ELEMS)]
+    once = VirtualRanks(size).run(lambda group: summed(group, codec, buckets))
+    twice = VirtualRanks(size).run(lambda group: summed(group, codec, buckets, again=again))
+    for (sums, kept, _), (same_sums, same_kept, _) in zip(once, twice, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(sums, same_sums, strict=True))
+        assert torch.equal(kept["residual"], same_kept["residual"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("exact", [1, 200, 552, 600])
+def test_what_follows_the_gradients_is_summed_as_it_is(size: int, exact: int) -> None:
+    codec, buckets = WITH_FEEDBACK["one-bit"], [(0, 448), (448, ELEMS)]
+    outcome = VirtualRanks(size).run(lambda group: summed(group, codec, buckets, elems=ELEMS - exact))
+    for sums, kept, _ in outcome:
+        for number, one in enumerate(sums):
+            mean = given(size, number).mean(0)
+            torch.testing.assert_close(one[ELEMS - exact :], mean[ELEMS - exact :])
+            assert not torch.allclose(one[: ELEMS - exact], mean[: ELEMS - exact])
+        assert not kept["residual"][ELEMS - exact :].any()

@@ -17,6 +17,7 @@ from gradstream.model.base import Layout
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares
 from gradstream.worker.group.coded_sums import LowRankSums, name_of
+from gradstream.worker.unsent_state import UnsentState
 from whole_runs import same
 
 Array = np.ndarray[Any, Any]
@@ -42,9 +43,8 @@ def run(work: Any) -> Any:
 
 
 def sums_of(runtime: Any, rank: int) -> LowRankSums:
-    left = runtime.memory.allocate(LAYOUT.elems, torch.float64, "residual")
-    codec = gs.codecs.PowerSGD(rank)
-    return LowRankSums(runtime, Alone(), LAYOUT, [WHOLE], codec, 0, left, {})  # type: ignore[arg-type]
+    codec, unsent = gs.codecs.PowerSGD(rank), UnsentState(runtime, LAYOUT, ["residual"])
+    return LowRankSums(runtime, Alone(), LAYOUT, [WHOLE], codec, 0, unsent)  # type: ignore[arg-type]
 
 
 def test_only_matrices_that_become_smaller_are_thin() -> None:
@@ -63,7 +63,7 @@ def test_a_matrix_of_low_rank_is_exact_after_one_round() -> None:
         vector = runtime.memory.allocate(LAYOUT.elems, torch.float64, "gradient")
         matrix = sums.layers[0]
         matrix.of(vector.tensor).copy_(low)
-        await sums.exchange(WHOLE, vector, 1.0)
+        await sums.exchange(WHOLE, vector, 1.0, step=0)
         assert float((matrix.of(vector.tensor) - low).abs().max()) < 3e-14
         assert float(matrix.of(sums._left.tensor).abs().max()) < 3e-14
 
@@ -82,14 +82,34 @@ def test_nothing_is_lost_and_what_is_not_finite_changes_nothing() -> None:
             matrix.of(vector.tensor).copy_(torch.tensor(gradient))
             if step == 10:
                 left, q = sums._left.tensor.clone(), sums._bases[name_of(matrix)].clone()
-                await sums.exchange(WHOLE, vector, float("nan"))
+                await sums.exchange(WHOLE, vector, float("nan"), step=step)
                 assert torch.isnan(matrix.of(vector.tensor)).all()
                 assert torch.equal(left, sums._left.tensor) and torch.equal(q, sums._bases[name_of(matrix)])
                 continue
-            await sums.exchange(WHOLE, vector, 0.5)
+            await sums.exchange(WHOLE, vector, 0.5, step=step)
             total += 0.5 * gradient
             came += matrix.of(vector.tensor).numpy()
         assert np.allclose(came + matrix.of(sums._left.tensor).numpy(), total, atol=1e-12)
+
+    run(work)
+
+
+def test_a_round_that_is_made_again_begins_with_what_it_began_with() -> None:
+    rng = np.random.default_rng(2)
+    gradients = [torch.tensor(rng.standard_normal(LAYOUT.elems)) for _ in range(3)]
+
+    async def work(runtime: Any) -> None:
+        outcomes = []
+        for again in (False, True):
+            sums = sums_of(runtime, 1)
+            sums._unsent.survive(["residual"])
+            vector = runtime.memory.allocate(LAYOUT.elems, torch.float64, "gradient")
+            for step, gradient in enumerate(gradients):
+                for broken in (True, False) if again else (False,):
+                    vector.tensor.copy_(gradient)
+                    await sums.exchange((0, 101) if broken else WHOLE, vector, 0.5, step=step)
+            outcomes.append([sums._left.tensor, vector.tensor, *sums._bases.values()])
+        assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
     run(work)
 
@@ -105,11 +125,14 @@ def test_a_bucket_takes_two_sums_and_what_is_no_matrix_comes_along() -> None:
             return span
 
         sums._group.allreduce = allreduce  # type: ignore[method-assign]
-        await sums.exchange(WHOLE, vector, 0.5)
+        await sums.exchange(WHOLE, vector, 0.5, step=0)
         assert asked == [12 + 6 + 5 + 4, 8 + 12]
         for start, stop in ((0, 5), (173, 177)):
             assert torch.equal(vector.tensor[start:stop], torch.arange(start, stop, dtype=torch.float64) / 2)
-        assert [await sums.exchange((101, 102), vector, 1.0), len(asked)] == [[], 2]  # within a matrix
+        assert [await sums.exchange((101, 102), vector, 1.0, step=1), len(asked)] == [
+            [],
+            2,
+        ]  # within a matrix
 
     run(work)
 

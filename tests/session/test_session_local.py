@@ -395,8 +395,6 @@ def test_what_cannot_be_is_refused() -> None:
         loop_in_threads(loop, strategy=gs.LocalSGD(), deadlines=dataclasses.replace(DEADLINES, join_s=1))
     with pytest.raises(ConfigError, match="delay=1 with a training loop of your own: it waits"):
         in_two(gs.LocalSGD(delay=1), plain(momentum, 2))
-    with pytest.raises(ConfigError, match="take strategy='local-sgd' or 'diloco'"):
-        in_two(gs.Synchronous(), plain(momentum, 2), codec="int8")
 
 
 @pytest.mark.parametrize("nested", [True, False])

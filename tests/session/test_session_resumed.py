@@ -110,12 +110,17 @@ def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -
 
 
 @pytest.mark.limit_s(200)
+@pytest.mark.parametrize("codec", ["None", "'one-bit'"])
 def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
-    script: Path, tmp_path: Path, warm: LocalCluster
+    script: Path, tmp_path: Path, warm: LocalCluster, codec: str
 ) -> None:
+    def text(epochs: int) -> str:
+        return text_of(epochs).replace("join(", f"join(codec={codec}, ")
+
+    script.write_text(text(12))
     whole = train(script, tmp_path / "whole", warm)
     assert whole.summary["samples_accounted"] == 12 * 96
-    script.write_text(text_of(1000))  # it must not be over before it is stopped
+    script.write_text(text(1000))  # it must not be over before it is stopped
     stopped = stop_after(script, tmp_path / "stopped", 20, warm)
     assert stopped.code == 75
     (folder,) = kept(DiskStorage(tmp_path / "stopped"))
@@ -127,7 +132,7 @@ def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
     assert set(state) == set(whole.parameters)  # frozen and tied ones
     assert state["3.bias"].tolist() == whole.parameters["3.bias"].tolist() == [0.5]
 
-    script.write_text(text_of(12))
+    script.write_text(text(12))
     with pytest.raises(gs.errors.ConfigError, match="resume it with"):
         gs.resume(tmp_path / "stopped", workers=3, allow_changed=True)
     with pytest.raises(gs.errors.ConfigError, match="batch_size=7: this script"):

@@ -48,11 +48,13 @@ def traits_of(
         **traits_of_job(job),
         **traits_of_strategy(strategy, job.workers),
         **_there(_of_rule(optimizer, strategy)),
-        **_there(_of_codec(codec, f"codec={job.codec!r}")),
+        **traits_of_codec(codec, f"codec={job.codec!r}"),
     }
     if job.servers == 0 and "servers" in traits:
         traits["servers=0"] = "servers=0"
-    if "local steps" in traits and "own loop" not in traits:
+    if "own loop" in traits:
+        traits.pop("momentum", None)  # the rule is that of the script, which the session knows
+    elif "local steps" in traits:
         traits["inner rule"] = traits[STRATEGY]
     return traits
 
@@ -65,6 +67,11 @@ def traits_of_job(job: Job) -> dict[str, str]:
 def traits_of_strategy(strategy: Strategy, workers: int) -> dict[str, str]:
     """What a strategy with its options has, for this number of workers."""
     return _there(_of_strategy(strategy, workers))
+
+
+def traits_of_codec(codec: Codec | PowerSGD | None, named: str) -> dict[str, str]:
+    """What a codec has, by the words with which the user has asked for it."""
+    return _there(_of_codec(codec, named))
 
 
 def _there(candidates: _Found) -> dict[str, str]:

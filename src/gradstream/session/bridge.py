@@ -50,6 +50,7 @@ class LoopCounts:
         batches: number of submitted gradients.
         samples: number of samples in them.
         iterations: iterations of the loop, if it calls `Session.skip`; else 0.
+        unfinished: whether something was submitted for a step that is not made yet.
     """
 
     def __init__(self, *, counts_steps: bool) -> None:
@@ -58,6 +59,7 @@ class LoopCounts:
         self._steps = 0
         self._steps_whole = 0  # steps that are fully submitted
         self._pending_samples = 0  # submitted for a step that is not made yet
+        self.unfinished = False
 
     def hand_over(self, samples: int, *, silent: bool = False, whole: bool = False) -> None:
         """Counts a submission. A `silent` one belongs to no step; a `whole` one covers all steps so far."""
@@ -65,14 +67,15 @@ class LoopCounts:
         if not silent:
             self.samples += samples
             self._pending_samples += samples
+            self.unfinished = True
         if whole:
-            self._steps_whole, self._pending_samples = self._steps, 0
+            self._steps_whole, self._pending_samples, self.unfinished = self._steps, 0, False
 
     def step(self, *, handed: bool = True) -> None:
         """Counts a step: one made from all that was submitted or, if not `handed`, one still to be submitted."""
         self._steps = self.iterations or self._steps + 1
         if handed:
-            self._steps_whole, self._pending_samples = self._steps, 0
+            self._steps_whole, self._pending_samples, self.unfinished = self._steps, 0, False
 
     @property
     def steps(self) -> int:
@@ -448,6 +451,11 @@ class LoopBridge:
     def behind(self) -> tuple[int, int] | None:
         """See `Loop.behind`."""
         return self.counts.behind
+
+    @property
+    def unfinished(self) -> bool:
+        """See `Loop.unfinished`."""
+        return self.counts.unfinished
 
     def end(self, failure: UserCodeError | PeerLostError | None = None) -> None:
         """Notes that the loop has ended, normally or with an error of the user's. Does not wait."""

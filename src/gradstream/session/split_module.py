@@ -326,6 +326,11 @@ class LoopSplit:
                 f"session.split(into={into}) in a session of {processes} processes; expected into={processes}, or "
                 f"{into} processes, one for each part. Several replicas of a split model need a job of train(split=)"
             )
+        if job.codec is not None:
+            raise ConfigError(
+                f"session.split: codec={job.codec!r} is for gradients that replicas exchange, and parts exchange none; "
+                "leave codec out. pipeline_dtype= makes activations smaller"
+            )
         if job.checkpoint_every is not None:
             raise ConfigError(
                 f"session.split: the run makes checkpoints (checkpoint_every={job.checkpoint_every!r}), which would "

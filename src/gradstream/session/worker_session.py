@@ -24,7 +24,8 @@ from typing_extensions import override
 from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
 from gradstream.job.plan import worker_name
-from gradstream.job.registry import find_strategy
+from gradstream.job.registry import find_codec, find_strategy
+from gradstream.job.traits import traits_of_codec
 from gradstream.model.buffers import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.run.placement import WorkerPlacement
@@ -47,6 +48,7 @@ from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, 
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, Strategy
+from gradstream.traits import refuse
 
 # ---- early barrier -----------------------------------------------------------------------
 # `EarlyBarrier`: lets workers wait for one another before they join their run in `wrap`.
@@ -240,6 +242,7 @@ class WorkerSession(Session):
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
         modules, optimizers = as_list(model, nn.Module), as_list(optimizer, TorchOptimizer)
         self._check_unused()
+        self._check_momentum(group.get("momentum", 0.0) for one in optimizers for group in one.param_groups)
         refuse_sync_batch_norm(modules, self.world_size)
         if self._averages_gradients:
             self._wrap_replicas(modules, optimizers)
@@ -449,6 +452,7 @@ class WorkerSession(Session):
 
     def _begin_arrays(self, parameters: Tree, rule: Optimizer) -> None:
         self._check_unused()
+        self._check_momentum([getattr(rule, "momentum", 0.0)])
         if self._averages_gradients:
             replica = self._arrays = ArrayGradients(parameters)
             replica.synchronize(self._begin(replica.binding, description_of(rule)))
@@ -544,6 +548,13 @@ class WorkerSession(Session):
                 "session.wrap: the session was closed, and a session trains only one model: call it before "
                 "session.close, or train the next model in another run of the script"
             )
+
+    def _check_momentum(self, momenta: Iterable[float]) -> None:
+        """Raises ConfigError if the script's optimizer has a momentum besides that of the codec."""
+        codec = self._place.job().codec
+        if codec is not None and any(momenta):
+            named = traits_of_codec(find_codec(codec), f"codec={codec!r}")
+            refuse({**named, "momentum": "an optimizer with momentum"}, "session.wrap: ")
 
     def _where(self) -> str:
         return f"worker-{self.rank}, step {self._steps_made()}"

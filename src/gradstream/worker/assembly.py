@@ -104,8 +104,11 @@ class Assembly:
         names = [*codec_state(config.plan.codec), *([UNSENT] if delay else ())]
         if config.plan.codec is not None or delay:
             self.unsent = UnsentState(context.runtime, config.model.layout, names)
-            self.unsent.serve(context.endpoint)
-            resume = context.resume
+            averages = config.plan.averages_gradients
+            self.unsent.serve(context.endpoint, config.loop if averages else None)
+            if averages or (config.losses.regroups_after_loss and config.plan.workers > 1):
+                self.unsent.survive(codec_state(config.plan.codec))
+            resume = config.plan.resume
             if resume is not None and resume.remainders == config.plan.remainders != "" and not context.late:
                 await self.unsent.restore(resume)
         module = next((module for base, module in EXCHANGES.items() if isinstance(strategy, base)), None)

@@ -89,6 +89,7 @@ class ComputedGradient:
         rows: receives the gradients of row-sparse tensors, empty at first; `vector` and `sums` then have the
             layout `Layout.rest`.
         sound: number of leading elements that were finite and reported before one that is not finite.
+        exact: what a user's loop sends is no gradient, and no codec may round it.
     """
 
     vector: Vector
@@ -106,6 +107,7 @@ class ComputedGradient:
     factors: FactorPairs | None = None
     rows: RowGradient | None = None
     sound: int = 0
+    exact: bool = False
 
     @property
     def samples(self) -> int:

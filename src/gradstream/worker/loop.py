@@ -39,7 +39,7 @@ class Turn:
         samples: number of samples in the gradient; 0 if the loop has ended instead.
         lr: learning rate to apply the gradient with.
         loss: mean loss over the samples, NaN if unknown.
-        silent: the turn belongs to no step of the loop, so it is not reported.
+        silent: the turn belongs to no step of the loop, so it is not reported, and no codec rounds its numbers.
     """
 
     samples: int
@@ -127,6 +127,11 @@ class Loop(Protocol):
     @property
     def behind(self) -> tuple[int, int] | None:
         """Samples submitted since the last whole step, and number of whole steps; None if each turn is a step."""
+        ...
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether gradients were exchanged for a step that is not made yet: a resumed loop computes them again."""
         ...
 
     @property
@@ -286,7 +291,7 @@ class LoopSource:
         """See `GradientSource`: one turn of the loop."""
 
         def known(turn: Turn) -> None:
-            self._turn = turn
+            self._turn, gradient.exact = turn, turn.silent
             gradient.know(turn.samples, turn.lr)
 
         into, number = gradient.vector.tensor, gradient.batch.ref.batch

@@ -16,6 +16,8 @@ where a ring sends 2(W - 1)/W·4N. Three workers or more use the second with cod
 Error feedback covers the second encoding too: a worker keeps what its slice s lost in its own residual, and adds it to
 the next sum. So nothing is lost in either step (sent + residuals = input), and no further vector is needed.
 
+What a user's loop sends behind its gradients, such as flags, is summed up as it is, without the codec.
+
 A part begins with a status word: NaN means that a worker's gradient is not finite. Nothing of it enters the codec's
 state, and the sum is NaN, so that all workers skip the round.
 
@@ -41,6 +43,7 @@ from gradstream.memory import Span, Vector
 from gradstream.model.base import Layout, finite
 from gradstream.runtime.base import Runtime, Work
 from gradstream.worker.group.sufficient_factors import outside
+from gradstream.worker.unsent_state import UnsentState
 
 # ---- coded sums --------------------------------------------------------------------------
 
@@ -58,6 +61,8 @@ class CodedSums:
         group: the workers.
         bounds: [start, stop) of the buckets.
         encoder: this worker's encoder, whose codec state is kept from one group to the next.
+        unsent: has that state.
+        elems: number of elements that are encoded; those behind are not.
 
     Raises:
         ConfigError: encoding would take more bytes than it saves.
@@ -69,6 +74,8 @@ class CodedSums:
         group: Group,
         bounds: Sequence[tuple[int, int]],
         encoder: Encoder,
+        unsent: UnsentState,
+        elems: int,
     ) -> None:
         codec = encoder.codec
         self._runtime = runtime
@@ -78,7 +85,9 @@ class CodedSums:
             self._swaps = group
         self._encoder = encoder
         self._sparse = sparse_part(codec)
-        self._check_bytes(bounds[-1][1])
+        self._unsent = unsent
+        self._elems = elems
+        self._check_bytes(elems)
         most = max(stop - start for start, stop in bounds)
         self._parts = group.allocate(self._part_words(most) * group.size, WORD, "encoded")
         self._decoded: Vector = runtime.memory.allocate(min(most, BLOCK_ELEMS), DTYPE, "decoded")
@@ -109,7 +118,7 @@ class CodedSums:
 
     # ---- sums -----------------------------------------------------------------------------
 
-    async def allreduce(self, span: Span, *, weight: float, step: int) -> tuple[Span, Span]:
+    async def allreduce(self, span: Span, *, weight: float, step: int) -> list[Span]:
         """Sums up Σ_r weight_r · span_r into `span`, within the codec's precision.
 
         Args:
@@ -118,13 +127,25 @@ class CodedSums:
             step: number of the round.
 
         Returns:
-            The span, and the data that this worker has sent.
+            The data that this worker has sent.
 
         Raises:
             PeerLostError, DeadlineError: names a rank; the group is broken.
             DataError: names a rank whose part cannot be decoded. If only this worker received that part, the
                 others learn that this worker has left.
         """
+        cut, sent = min(max(span.start, self._elems), span.stop), list[Span]()
+        coded, exact = span.vector[span.start : cut], span.vector[cut : span.stop]
+        if len(coded):
+            sent.append(await self._allreduce_coded(coded, weight, step))
+        if len(exact):
+            sent.append(exact)
+            total = await self._group.allreduce(exact, weight=weight)
+            if total != exact:
+                exact.tensor.copy_(total.tensor)
+        return sent
+
+    async def _allreduce_coded(self, span: Span, weight: float, step: int) -> Span:
         words, rank, size = self._part_words(len(span)), self._group.rank, self._group.size
         everything = self._parts[: words * size]
         parts = [self._parts[words * one : words * (one + 1)] for one in range(size)]
@@ -135,11 +156,12 @@ class CodedSums:
             await self._compute(lambda _: self._encode_sum(bucket), bucket, everything)
         await self._group.all_gather(everything)
         await self._compute(lambda _: self._take(bucket), bucket, everything)
-        return span, parts[rank] if self._swaps is None else everything
+        return parts[rank] if self._swaps is None else everything
 
     def _encode_own(self, bucket: _Bucket, weight: float) -> None:
         """Encodes what other workers need: with the second scheme, all but the slice that this worker sums."""
         values, rank = bucket.span.tensor, self._group.rank
+        self._unsent.encodes(bucket.step, bucket.span.start, bucket.span.stop)
         sound = finite(values)
         values.mul_(weight) if sound else values.fill_(math.nan)
         for one, (start, stop) in enumerate(bucket.slices):
@@ -253,9 +275,9 @@ class LowRankSums:
         buckets: [start, stop) of each bucket.
         codec: has the rank.
         seed: seed of the first Q, the same on all workers.
-        left: what was dropped from the rounds before; it continues from one group to the next.
-        bases: the Q of each matrix, by "q-<its first element>"; it continues too. A newcomer's is another one until the
-            end of its first exchange, from which all workers have the same.
+        unsent: what was dropped from the rounds before, and the Q of each matrix, by "q-<its first element>"; both
+            continue from one group to the next. A newcomer's Q is another one until the end of its first exchange,
+            from which all workers have the same.
 
     Attributes:
         layers: the matrices, in the order of the vector.
@@ -269,8 +291,7 @@ class LowRankSums:
         buckets: Iterable[Bucket],
         codec: PowerSGD,
         seed: int,
-        left: Vector,
-        bases: dict[str, torch.Tensor],
+        unsent: UnsentState,
     ) -> None:
         self._runtime = runtime
         self._group = group
@@ -278,11 +299,11 @@ class LowRankSums:
         self.layers: Sequence[MatrixPlace] = codec.matrices((slot.start, slot.shape) for slot in layout.slots)
         most = max(max(map(sum, self._sizes(bucket))) for bucket in buckets)
         self._thin = group.allocate(most, layout.dtype, "thin")
-        self._left = left
-        self._bases = bases
+        self._unsent = unsent
+        self._left, self._bases = unsent.vectors["residual"], unsent.bases
         for one in () if runtime.memory.shape_only else self.layers:
-            if name_of(one) not in bases:
-                bases[name_of(one)] = self._first(one, seed, layout.dtype)
+            if name_of(one) not in self._bases:
+                self._bases[name_of(one)] = self._first(one, seed, layout.dtype)
 
     def _first(self, matrix: MatrixPlace, seed: int, dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed_of(seed, matrix.start))
@@ -301,7 +322,7 @@ class LowRankSums:
             matrix.columns * self._rank for matrix in matrices
         ]
 
-    async def exchange(self, bucket: Bucket, vector: Vector, weight: float) -> list[Span]:
+    async def exchange(self, bucket: Bucket, vector: Vector, weight: float, *, step: int) -> list[Span]:
         """Puts P·Qᵀ ≈ Σ_r weight_r · M_r into the place of each matrix that ends in a bucket, and sums what is besides.
 
         Args:
@@ -309,6 +330,8 @@ class LowRankSums:
             vector: this worker's gradient.
             weight: factor of this worker's gradient. NaN for one that is not finite: the result is NaN then, at all
                 workers, and what was skipped stays as it is.
+
+            step: number of the round.
 
         Returns:
             What this worker has sent.
@@ -327,6 +350,8 @@ class LowRankSums:
 
         def first(_: object) -> None:
             parts = _cut(sent[0].tensor, firsts)
+            for one in matrices:
+                self._unsent.encodes(step, one.start, one.stop, name_of(one))
             work.multiply(parts[: len(matrices)])
             for other, part in zip(others, parts[len(matrices) :], strict=True):
                 torch.mul(other.tensor, weight, out=part)

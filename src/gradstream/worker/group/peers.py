@@ -30,6 +30,7 @@ from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
 from gradstream.worker.group.setup import GroupMeter, GroupSetup
 from gradstream.worker.group.sufficient_factors import outside
 from gradstream.worker.replica import ReplicaContext
+from gradstream.worker.schedule import Schedule
 
 
 class UpdatedReplica(Protocol):
@@ -78,6 +79,7 @@ class _Round:
         sums: each bucket's first element, and the location of its sum.
         weight: weight of this worker's gradient in the sums.
         square: sum of the squares of this worker's gradient, if measured.
+        exact: no codec is used, since what some worker's loop has handed over is no gradient.
     """
 
     counts: Sequence[int] = ()
@@ -86,6 +88,7 @@ class _Round:
     sums: list[tuple[int, Span]] = field(default_factory=list)
     weight: float = 0.0
     square: float = 0.0
+    exact: bool = False
 
     @property
     def total(self) -> int:
@@ -103,7 +106,7 @@ class GroupPeers:
         meter: counts the exchanges, and the time that they take.
 
     Attributes:
-        counts: memory for two numbers of each worker, or of each tensor.
+        counts: memory for what `tell` sends, or for two numbers of each tensor.
     """
 
     def __init__(
@@ -120,10 +123,13 @@ class GroupPeers:
         self._meter = meter
         self._round = _Round()
         self._made: ComputedGradient | None = None  # its update is made here, but perhaps not by all workers
-        # samples of each rank, then their rates; or the sums of each tensor
+        # what `tell` sends, one number of each rank after the other; or the sums of each tensor
         self._num_tensors = setup.updater.per_tensor if setup.sharded else 0
-        pairs = max(setup.group.size, self._num_tensors)
-        self.counts = setup.group.allocate(2 * pairs, torch.float64, "counts")
+        each = (
+            2 if isinstance(context.schedule, Schedule) else 3
+        )  # a user's loop says whether it is exact, too
+        numbers = max(each * setup.group.size, 2 * self._num_tensors)
+        self.counts = setup.group.allocate(numbers, torch.float64, "counts")
 
     @property
     def note(self) -> bytes:
@@ -142,46 +148,50 @@ class GroupPeers:
         In users' loops a gradient may have another rate η_i: it is then weighed by η_i/η.
         """
         assert isinstance(gradient, ComputedGradient)
-        workers = self._context.schedule.round_of(gradient.batch.ref)
+        workers, exact = self._context.schedule.round_of(gradient.batch.ref), False
         if workers is None:
             if gradient.samples == UNKNOWN:
                 await gradient.ready.reached(1)  # the user's loop reports the number of samples first
-            told = await self.tell(gradient.samples, gradient.lr)
+            told = await self.tell(gradient.samples, gradient.lr, float(gradient.exact))
+            exact = any(is_exact for _, _, is_exact in told)
             by_rank = dict(zip(self._setup.ranks, told, strict=True))
-            of_all = (by_rank.get(rank, (0.0, 0.0)) for rank in range(self._context.num_workers))
-            workers = [(round(samples), lr) for samples, lr in of_all]
+            of_all = (by_rank.get(rank, (0.0, 0.0, 0.0)) for rank in range(self._context.num_workers))
+            workers = [(round(samples), lr) for samples, lr, _ in of_all]
             self._context.schedule.heard([samples for samples, _ in workers])
         lr = next((lr for samples, lr in workers if samples and lr), 0.0)
         counts = [samples for samples, _ in workers]
         for rank, stand_in in self._setup.stand_ins.items():
             counts[stand_in], counts[rank] = counts[stand_in] + counts[rank], 0
         own_lr = workers[self._context.rank][1]
-        self._round = _Round(counts, lr, own_lr / lr if lr else 1.0)
+        self._round = _Round(counts, lr, own_lr / lr if lr else 1.0, exact=exact)
         return counts
 
-    async def tell(self, first: float, second: float = 0.0) -> Sequence[tuple[float, float]]:
-        """Sends two numbers to the other workers, and returns those of all, in the order of ranks.
+    async def tell(self, first: float, second: float = 0.0, *third: float) -> Sequence[tuple[float, ...]]:
+        """Sends two numbers, or three, to the other workers, and returns those of all, in the order of ranks.
 
         It sums vectors in which each worker fills in only its own numbers, which is exact.
         """
-        size, rank, told = self._group.size, self._group.rank, self.counts[: 2 * self._group.size]
+        size, rank = self._group.size, self._group.rank
+        numbers = (first, second, *third)
+        told = self.counts[: len(numbers) * size]
         counts = told.tensor.zero_()
-        counts[rank], counts[size + rank] = first, second
+        counts[rank::size] = torch.tensor(numbers, dtype=counts.dtype)
         span = await self._group.allreduce(told)
         if counts.is_meta:  # in a shape-only simulation all workers are alike
-            return [(first, second)] * size
+            return [numbers] * size
         total = span.tensor.tolist()
-        return [(total[one], total[size + one]) for one in range(size)]
+        return [tuple(total[one::size]) for one in range(size)]
 
     async def allreduce(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
         """See `strategies.api.Peers`."""
         if not self._round.total:
             return
         weight *= self._round.relative_rate
-        if self._setup.low_rank is not None:
+        if self._setup.low_rank is not None and not self._round.exact:
             span, begun_ns = await self._ready(gradient, bucket), self._runtime.now()
             scale = math.nan if self._spoils(gradient) else weight
-            thin = await self._setup.low_rank.exchange(bucket, gradient.vector, scale)
+            step = self._replica.version + 1
+            thin = await self._setup.low_rank.exchange(bucket, gradient.vector, scale, step=step)
             self._meter.exchanged(thin, begun_ns, whole=span.tensor.nbytes)
             self._round.sums.append((bucket[0], span))
             return
@@ -190,11 +200,11 @@ class GroupPeers:
             await self._allreduce_around(gradient, bucket, weight, layers)
             return
         span = await self._ready(gradient, bucket)
-        if self._setup.coded is not None:
+        if self._setup.coded is not None and not self._round.exact:
             begun_ns, step = self._runtime.now(), self._replica.version + 1
-            total, sent = await self._setup.coded.allreduce(span, weight=weight, step=step)
-            self._meter.exchanged([sent], begun_ns, whole=span.tensor.nbytes)
-            self._round.sums.append((bucket[0], total))
+            sent = await self._setup.coded.allreduce(span, weight=weight, step=step)
+            self._meter.exchanged(sent, begun_ns, whole=span.tensor.nbytes)
+            self._round.sums.append((bucket[0], span))
             return
         await self._measure(span, weight)
         total = await self._timed(span, self._group.allreduce(span, weight=weight))

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from gradstream.checkpoint.own_state import CHECK
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.collectives.group import Buckets, Group, GroupMembers
 from gradstream.data.plan import JoinedPlan
@@ -196,15 +197,16 @@ class GroupAssembly:
         config, kept, runtime = self._config, self._assembly.unsent, self._context.runtime
         if kept is None or not isinstance(config.plan.codec, PowerSGD):
             return None
-        layout, left = config.model.layout, kept.vectors["residual"]
-        return LowRankSums(
-            runtime, group, layout, buckets.bounds, config.plan.codec, config.plan.job.seed, left, kept.bases
-        )
+        layout, seed = config.model.layout, config.plan.job.seed
+        return LowRankSums(runtime, group, layout, buckets.bounds, config.plan.codec, seed, kept)
 
     def _coded(self, group: Group, buckets: Buckets) -> CodedSums | None:
-        context = self._context
-        encoder = encoder_of(context, self._assembly.unsent)
-        return None if encoder is None else CodedSums(context.runtime, group, buckets.bounds, encoder)
+        context, unsent, layout = self._context, self._assembly.unsent, self._config.model.layout
+        encoder = encoder_of(context, unsent)
+        if encoder is None or unsent is None:
+            return None
+        elems = next((slot.start for slot in layout.slots if slot.name == CHECK), layout.elems)
+        return CodedSums(context.runtime, group, buckets.bounds, encoder, unsent, elems)
 
     def _noise(self, group: Group) -> NoiseMeter:
         parts = self._config.plan.parts
