@@ -30,6 +30,7 @@ REQUESTS: Mapping[str, type[Message]] = {
     "assign": v1.Ask,
     "ending": v1.Ending,
     "take_over": v1.TakeOver,
+    "epoch_part": v1.EpochPart,
     "shares": v1.Took,
     "keep": v1.Keep,
     "kept": v1.Kept,

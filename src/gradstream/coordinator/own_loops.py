@@ -1,4 +1,4 @@
-"""`OwnLoops`: reports and requests of workers that run the user's own training loop. Pure.
+"""`OwnLoops`, `EpochParts`: reports and requests of workers that run the user's own training loop. Pure.
 
 Their minibatches are not planned: a worker reports which epochs its loaders begin, asks for minibatches that lost
 workers have left, and reports when it has none left.
@@ -120,3 +120,63 @@ class OwnLoops(Lead):
         if block is None:
             return v1.TakenOver()
         return v1.TakenOver(epoch=block.epoch.number, rank=block.rank, first=block.first, count=block.size)
+
+
+class EpochParts(Lead):
+    """Tells workers that have used up their part of an epoch whether others still take minibatches of it.
+
+    Loops in rounds make equally many: a worker without a minibatch repeats one. Where each worker reads its own part,
+    it cannot know how many rounds there are. A worker that is lost, or whose loop has ended, is not waited for.
+
+    Args:
+        ledger: the minibatches of the run.
+        life: no answer waits in a run that is over.
+    """
+
+    OTHERS_WAIT = True
+
+    REQUESTS: ClassVar = {"epoch_part": v1.EpochPart}
+
+    KEPT = ("_taken", "_done")
+    """See `coordinator.durable.state`."""
+
+    MOST_EPOCHS = 64
+    """Epochs of all loaders that are known; older ones are over."""
+
+    def __init__(self, ledger: Ledger | OpenLedger, life: Lifecycle) -> None:
+        self._ledger = ledger
+        self._life = life
+        self._taken: dict[tuple[int, int], dict[int, int]] = {}  # by loader and epoch, and by rank
+        self._done: dict[tuple[int, int], set[int]] = {}
+
+    def on_request(self, node: v1.Node, request: v1.EpochPart, at_s: float) -> list[Instruction]:
+        """Notes how far a worker is."""
+        if request.taken > MAX_COUNT:
+            raise impossible(node.name, f"{request.taken} minibatches of an epoch; expected at most 2^53")
+        key = request.loader, request.epoch
+        if key not in self._taken:
+            while len(self._taken) >= self.MOST_EPOCHS:
+                oldest = next(iter(self._taken))
+                del self._taken[oldest], self._done[oldest]
+            self._taken[key], self._done[key] = {}, set()
+        taken = self._taken[key]
+        taken[node.rank] = max(request.taken, taken.get(node.rank, 0)) if request.taken else 0
+        if request.done:
+            self._done[key].add(node.rank)
+        return []
+
+    def answer(self, node: v1.Node, request: v1.EpochPart, at_s: float) -> v1.EpochGoesOn | Refuse | None:
+        """Answers a worker that has no more, or tells another one that somebody has no more."""
+        if not isinstance(self._ledger, OpenLedger):
+            return Refuse(v1.BAD_REQUEST, f"{node.name} reads a part of an epoch that is planned")
+        key = request.loader, request.epoch
+        if self._life.over or key not in self._taken:
+            return v1.EpochGoesOn()
+        taken, done, reading = self._taken[key], self._done[key], self._ledger.reading
+        if not request.done:
+            return v1.EpochGoesOn(more=True) if done or not request.taken else None
+        if any(taken.get(rank, 0) > request.taken for rank in reading):
+            # All who ask here are told the same, even if that worker is lost now.
+            taken[node.rank] = max(request.taken + 1, taken[node.rank])
+            return v1.EpochGoesOn(more=True)
+        return v1.EpochGoesOn() if done.issuperset(reading) else None

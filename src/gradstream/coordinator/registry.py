@@ -20,7 +20,7 @@ from gradstream.coordinator.lifecycle import Boundary, Lifecycle, LossTolerance
 from gradstream.coordinator.link_choice import ExchangeChoice, LinkChoice
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.orphaned_pushes import OrphanedPushes
-from gradstream.coordinator.own_loops import OwnLoops
+from gradstream.coordinator.own_loops import EpochParts, OwnLoops
 from gradstream.coordinator.progress import QuorumDecisions, SampleProgress
 from gradstream.coordinator.refused_gradients import RefusedGradients
 from gradstream.coordinator.resharding import Resharding
@@ -124,6 +124,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
             whole_rounds=started.in_rounds and not started.servers and not losses.skips_lost,
         ),
         OwnLoops(ledger, started.workers, life),
+        EpochParts(ledger, life),
         progress,
         orphans,
         StandIns(nodes, progress, hands_over=not losses.regroups) if losses.stands_in else None,

@@ -167,6 +167,11 @@ class OpenLedger:
         self._last_round = max(self._last_round, next_round)
         return False
 
+    @property
+    def reading(self) -> list[int]:
+        """Ranks of the workers that are not lost, and may have more data."""
+        return [rank for rank, one in enumerate(self._sequences) if not one.lost and one.total is None]
+
     most_begun = 1 << 53
     """The most minibatches that one worker can have begun; its loop has no limit."""
 

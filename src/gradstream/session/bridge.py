@@ -16,6 +16,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -259,6 +260,11 @@ class LoopBridge:
         """
         assert self._context is not None
         return self._ask(work(self._context))
+
+    def spawn(self, work: Callable[[LoopContext], Coroutine[Any, Any, None]]) -> Future[None]:
+        """Begins `work` in the event loop of the worker's node, and does not wait for it."""
+        assert self._context is not None and self._event_loop is not None
+        return asyncio.run_coroutine_threadsafe(work(self._context), self._event_loop)
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in the worker's event loop. Raises the worker's error if the worker ends first."""

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.deals import Dealt, LoaderDeals
+from gradstream.session.division import are_file_names, is_loading_pipeline, own_files
 from gradstream.session.loaders_part import (
     CommonRandomState,
     EpochSteps,
@@ -32,7 +33,7 @@ from gradstream.session.loaders_part import (
     length_of,
     made_of,
 )
-from gradstream.session.streams import ShardedIterable, ShardedStream, stream_of
+from gradstream.session.streams import ShardedIterable, ShardedStream, iterable_of, stream_of
 
 BATCHES_AHEAD = 64
 """Number of minibatches (as sample indices) drawn at once. A sampler may be infinite."""
@@ -280,7 +281,7 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
         )
     divided = is_divided(loader, part)
     if divided:  # it yields this worker's part already: only count its samples
-        part = dataclasses.replace(part, rank=0, world_size=1, split=False, takeover=None)
+        part = part.alone()
     if isinstance(loader.dataset, IterableDataset):
         return stream_of(loader, part, divided=divided)
     state = {**vars(loader), "_part": part, "_iterator": None, "in_order": True}
@@ -297,12 +298,12 @@ def part_of(data: Any, part: LoaderPart) -> Any:
     """The part of `data` that one worker takes: see `Session.shard`."""
     if isinstance(data, DataLoader):
         return _part_of_loader(data, part)
-    if isinstance(data, IterableDataset):
+    if isinstance(data, IterableDataset) and not is_loading_pipeline(data):
         raise ConfigError(
             "session.shard: got an IterableDataset, expected a DataLoader of it: shard the DataLoader, or divide "
             "the dataset by session.rank and session.world_size yourself"
         )
-    if isinstance(data, Dataset):
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         size = len(data)  # type: ignore[arg-type]  # map-style: has a length
         if part.aligned and size % part.world_size:
             raise ConfigError(
@@ -317,9 +318,11 @@ def part_of(data: Any, part: LoaderPart) -> Any:
         raise ConfigError(
             "session.shard: got an iterable that session.shard returned; call shard once for each"
         )
-    if isinstance(data, Iterable):
-        return ShardedIterable(data, part)
+    if are_file_names(data):
+        return own_files(data, part.rank, part.world_size)
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes):
+        return iterable_of(data, part)
     raise ConfigError(
-        f"session.shard: got {type(data).__name__}; expected a DataLoader, a Dataset, an array, a tensor or an "
-        "iterable of minibatches"
+        f"session.shard: got {type(data).__name__}; expected a DataLoader, a Dataset, an array, a tensor, an "
+        "iterable of minibatches or a list of names of files"
     )

@@ -11,7 +11,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,7 @@ from gradstream.session.roster import Roster
 
 if TYPE_CHECKING:
     from gradstream.session.deals import LoaderDeals
+    from gradstream.session.streams import StreamEnds
 
 T = TypeVar("T")
 
@@ -282,6 +283,7 @@ class LoaderPart:
         over: called when the worker has taken its last minibatch.
         takeover: asks for the minibatches of lost workers; None if nobody takes them over.
         ask: called when the loop asks for a minibatch, before it is loaded.
+        ends: where each worker reads its own part, finds the end of an epoch; None outside a session.
     """
 
     rank: int
@@ -293,6 +295,11 @@ class LoaderPart:
     over: Callable[[], None] = lambda: None
     takeover: Takeover | None = None
     ask: Callable[[], None] = lambda: None
+    ends: StreamEnds | None = None
+
+    def alone(self) -> LoaderPart:
+        """The part of a worker whose data has only its own minibatches: all of them."""
+        return replace(self, rank=0, world_size=1, split=False, takeover=None)
 
     def of(self, samples: Any) -> Any:
         """Every W-th element from the r-th on, of anything that can be sliced."""
@@ -309,6 +316,7 @@ class LoaderPart:
         batches: Iterable[Any],
         cut: Callable[[Any, slice], Any],
         size: Callable[[Any], int | None],
+        first: int = 0,
     ) -> Iterator[tuple[Any, int | None]]:
         """The worker's minibatches out of those of one process: every W-th or, with `split`, a piece of each.
 
@@ -318,6 +326,7 @@ class LoaderPart:
             batches: the minibatches of one process.
             cut: returns a slice of the samples of a minibatch.
             size: returns the number of samples of a minibatch, or None if unknown.
+            first: number of the first of these minibatches.
         """
         if self.split:
             for batch in batches:
@@ -330,11 +339,11 @@ class LoaderPart:
                 elif self.aligned:
                     yield cut(batch, slice(1)), 0
             return
-        number, repeat = -1, None  # -1: as after a whole round
-        for number, batch in enumerate(batches):
+        number, repeat = first - 1, None  # -1: as after a whole round
+        for number, batch in enumerate(batches, first):
             own = number % self.world_size == self.rank
             if (
-                own or number == 0
+                own or repeat is None
             ):  # a worker without a minibatch repeats the first, since the last may be short
                 repeat = batch
             if own:
@@ -353,10 +362,14 @@ class LoaderPart:
                 return
             yield batch
 
-    def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def noted(self, batches: Iterable[Any], first: int = 0) -> Iterator[Any]:
         """The worker's minibatches, already loaded, out of those of one process. Notes their samples."""
+        return self.passed(self.taken(batches, cut_of, length_of, first))
+
+    def passed(self, taken: Iterable[tuple[Any, int | None]]) -> Iterator[Any]:
+        """The worker's minibatches. Notes their samples, which come with them."""
         try:
-            for batch, samples in self.asked(self.taken(batches, cut_of, length_of)):
+            for batch, samples in self.asked(taken):
                 self.note(samples)
                 yield batch
         finally:

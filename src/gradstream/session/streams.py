@@ -1,33 +1,315 @@
 """A worker's part of data that cannot be indexed: a DataLoader of an IterableDataset, or an iterable of minibatches.
 
-A worker reads all minibatches, and yields its own.
+Where the dataset says how it is divided (see `own_part_of`), each worker reads only its own part. The parts may have
+different lengths, which nobody knows before the end. So loops in rounds ask at the end of their part whether others
+take more minibatches, and repeat one for each of those. It counts no samples.
+
+Otherwise each worker reads all minibatches, and yields its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from gradstream.errors import ConfigError
-from gradstream.session.loaders_part import CommonRandomState, LoaderPart, made_of
+from gradstream.data.reassignment import Epoch
+from gradstream.errors import ConfigError, GradstreamError
+from gradstream.session.bridge import LoopBridge
+from gradstream.session.division import is_loading_pipeline, own_part_of
+from gradstream.session.loaders_part import CommonRandomState, LoaderPart, length_of, made_of
+from gradstream.untrusted import say
+from gradstream.worker.loop import LoopContext
+
+# ---- stream ends -------------------------------------------------------------------------
+# Ends an epoch at the same number of minibatches on all workers, where each reads its own part.
+#
+# A worker tells nobody how far it is until it hears that another has used up its part. So a run whose parts are equally
+# long exchanges one message for each worker and epoch.
 
 
-class ShardedStream(DataLoader[Any]):
-    """A worker's part of a DataLoader of an IterableDataset: reads all minibatches, yields its own."""
+class StreamEnds:
+    """The ends of the epochs of one session's streams.
+
+    Args:
+        bridge: returns what reaches the coordinator; None before the loop can make steps.
+        made: returns numbers that change with every step that the loop makes, or skips in a resumed run.
+    """
+
+    def __init__(self, bridge: Callable[[], LoopBridge | None], made: Callable[[], object]) -> None:
+        self.bridge = bridge
+        self.made = made
+        self._num_loaders = 0
+
+    def number(self) -> int:
+        """The number of a new loader, equal on all workers since their scripts make the same loaders."""
+        self._num_loaders += 1
+        return self._num_loaders - 1
+
+
+class EpochEnd:
+    """Finds the end of one epoch.
+
+    Args:
+        ends: the session's.
+        epoch: number of the loader, and of its epoch.
+        taken: number of minibatches that were taken before the state of the loader was loaded.
+    """
+
+    def __init__(self, ends: StreamEnds, epoch: Epoch, taken: int) -> None:
+        self._ends = ends
+        self._epoch = epoch
+        self._taken = taken
+        self._begun = ends.made()
+        self._telling: Future[None] | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None  # once some worker has no more
+        self._changed = asyncio.Event()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the loop has made steps; else this may be a validation, perhaps on one worker alone."""
+        return self._ends.made() != self._begun
+
+    def took(self) -> None:
+        """Notes that the worker takes a minibatch of its own part."""
+        self._taken += 1
+        bridge = self._ends.bridge()
+        if self._telling is None and bridge is not None:
+            self._telling = bridge.spawn(self._tell)
+        elif self._event_loop is not None:
+            with suppress(RuntimeError):  # the run has ended
+                self._event_loop.call_soon_threadsafe(self._changed.set)
+
+    async def _tell(self, context: LoopContext) -> None:
+        told = 0
+        with suppress(GradstreamError):  # the loop hears of it at its next step
+            while True:
+                self._changed.clear()
+                if told == self._taken:
+                    await self._changed.wait()
+                told = self._taken
+                await context.endings.epoch_part(self._epoch, told, done=False)
+                self._event_loop = asyncio.get_running_loop()
+
+    def goes_on(self) -> bool:
+        """Whether the worker, which has no more of its own, repeats a minibatch, since another one takes one.
+
+        Waits for workers that still read. A loop that makes no steps, a validation, asks nobody.
+
+        Raises:
+            GradstreamError: the error that ended the worker.
+        """
+        bridge = self._ends.bridge()
+        if bridge is None or bridge.ended or (self._taken and not self.is_training):
+            self.close()
+            return False
+        self._stop()
+        more = bridge.ask(lambda context: context.endings.epoch_part(self._epoch, self._taken, done=True))
+        self._taken += more
+        return more
+
+    def close(self) -> None:
+        """Notes that the loop has left the epoch, perhaps before its end: nobody waits for this worker."""
+        if self._telling is not None:
+            self._stop()
+            bridge = self._ends.bridge()
+            assert bridge is not None
+            with suppress(RuntimeError):  # the run has ended
+                bridge.spawn(self._leave)
+
+    async def _leave(self, context: LoopContext) -> None:
+        is_training = self.is_training
+        with suppress(GradstreamError):
+            await context.endings.epoch_part(self._epoch, self._taken * is_training, done=is_training)
+
+    def _stop(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+
+
+# ---- streams -----------------------------------------------------------------------------
+
+
+class _Stream:
+    """What a DataLoader of an IterableDataset and an iterable have in common: places, and their states.
+
+    Attributes:
+        place: (iteration of the training, minibatches that were drawn in it).
+    """
 
     _part: LoaderPart
+    _number: int  # index among the session's streams, from 0
+    _is_own = False  # the source has only this worker's part
+    _place = (0, 0)
+    _begun: object = None  # the steps before the iteration of `_place`, once it has begun
+    _is_over = False  # the source of that iteration has no more
+    _loaded: Mapping[str, Any] | None = None
+
+    def _yielded(
+        self, begin: Callable[[], Iterator[Any]], instead: Callable[[], Iterator[Any]], *, seeks: bool
+    ) -> Iterator[Any]:
+        """This worker's minibatches of an iteration.
+
+        Args:
+            begin: begins to read the source.
+            instead: begins to read all data, for a worker whose own part is empty.
+            seeks: whether the source continues by itself where its state was saved.
+        """
+        if not torch.is_grad_enabled():  # a validation: not the place of the training
+            yield from self._part.noted(begin())
+            return
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._place = loaded["epoch"], loaded["taken"]
+        elif self._begun is not None:  # the loop has left that iteration before its end
+            self._next_place()
+        self._begun, self._is_over = self._made, loaded is not None and bool(loaded["over"])
+        first = self._place[1]
+        batches = iter(()) if self._is_over else begin()
+        if first and not (seeks or self._is_over):
+            next(islice(batches, first, first), None)  # reads them again
+        counted = self._counted(batches)
+        if self._is_own:
+            yield from self._part.passed(self._in_step(counted, instead, first))
+        elif not self._is_over:
+            yield from self._part.noted(counted, first)
+        self._next_place()
+
+    def _next_place(self) -> None:
+        """The iteration is over. If it had no steps, it was a validation, perhaps on this worker alone."""
+        is_training = self._part.ends is None or self._made != self._begun
+        self._place, self._begun, self._is_over = (self._place[0] + is_training, 0), None, False
+
+    @property
+    def _made(self) -> object:
+        return () if self._part.ends is None else self._part.ends.made()
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._place = self._place[0], self._place[1] + 1
+            yield batch
+        self._is_over = True
+
+    def _in_step(
+        self, batches: Iterator[Any], instead: Callable[[], Iterator[Any]], taken: int
+    ) -> Iterator[tuple[Any, int | None]]:
+        """All minibatches of the source, then one of them again until all workers have no more, with their samples."""
+        part = self._part
+        ends = part.ends if part.aligned else None
+        end = None if ends is None else EpochEnd(ends, Epoch(self._number, self._place[0]), taken)
+        repeat: Any = None
+        try:
+            for batch in batches:
+                repeat = batch if repeat is None else repeat
+                if end is not None:
+                    end.took()
+                yield batch, length_of((batch,))
+            while end is not None and end.goes_on():
+                repeat = next(instead(), None) if repeat is None else repeat
+                if repeat is None:
+                    return
+                self._place = self._place[0], self._place[1] + 1
+                yield repeat, 0
+        finally:
+            if end is not None:
+                end.close()
+
+    def _state(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return dict(self._loaded)
+        epoch, taken = self._place
+        return {"epoch": epoch, "taken": taken, "over": self._is_over}
+
+
+class ShardedStream(_Stream, DataLoader[Any]):
+    """A worker's part of a DataLoader of an IterableDataset.
+
+    It saves its place: by the state of the user's loader or dataset if they have one, else by the number of
+    minibatches, which are then read again.
+    """
+
     _common_random: CommonRandomState | None
+    _draw = 0  # number of the iteration for `_common_random`
+    _whole: DataLoader[Any] | None  # the user's loader
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
+        source = None if self._loaded is None else self._loaded.get("source")
+        if self._loaded is not None and self._common_random is not None:
+            self._common_random.epoch = self._loaded["draw"]
         begin = super().__iter__
-        return self._part.noted(
-            begin() if self._common_random is None else self._common_random.iterate(begin, 1)
-        )
+
+        def drawn() -> Iterator[Any]:
+            if self._common_random is None:
+                return begin()
+            self._draw = self._common_random.epoch
+            return self._common_random.iterate(begin, 1)
+
+        def read() -> Iterator[Any]:
+            if source is None:
+                yield from drawn()
+                return
+            self._source_loads(source)
+            batches = drawn()
+            for batch in islice(batches, 1):
+                _forget_start(self.dataset)
+                yield batch
+            _forget_start(self.dataset)
+            yield from batches
+
+        return self._yielded(read, lambda: iter(self._whole or ()), seeks=source is not None)
 
     def __len__(self) -> int:
         return self._part.count(super().__len__())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the training loop, after the last minibatch that it has taken."""
+        state = self._state()
+        if self._loaded is None:
+            state["draw"] = self._draw + state["over"]  # then it is not drawn again
+            is_inside = state["taken"] and not state["over"]
+            state["source"] = self._source_state() if is_inside else None
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the place at which the next iteration of the training loop begins."""
+        self._loaded = dict(state)
+
+    def _source_state(self) -> Any:
+        if (own := getattr(super(), "state_dict", None)) is not None:
+            return own()
+        return self.dataset.state_dict() if self._dataset_seeks else None  # type: ignore[attr-defined]
+
+    def _source_loads(self, state: Any) -> None:
+        own = getattr(super(), "load_state_dict", None)
+        (self.dataset.load_state_dict if own is None else own)(state)  # type: ignore[attr-defined]
+
+    @property
+    def _dataset_seeks(self) -> bool:
+        """Whether the dataset's own state is the place of the loop: no process has read ahead."""
+        return not self.num_workers and hasattr(self.dataset, "state_dict") and not _has_buffer(self.dataset)
+
+
+def _has_buffer(dataset: Any) -> bool:
+    """Whether a dataset of `datasets` shuffles by a buffer, which its state leaves out."""
+    inner = getattr(dataset, "_ex_iterable", None)
+    while inner is not None:
+        if "BufferShuffled" in type(inner).__name__:
+            return True
+        inner = getattr(inner, "ex_iterable", None)
+    return False
+
+
+def _forget_start(dataset: Any) -> None:
+    """Lets the next epoch of a dataset of `datasets` begin at its start, and not at the loaded state again."""
+    if getattr(dataset, "_starting_state_dict", None):
+        dataset.load_state_dict({})
 
 
 def stream_of(loader: DataLoader[Any], part: LoaderPart, *, divided: bool) -> DataLoader[Any]:
@@ -41,31 +323,93 @@ def stream_of(loader: DataLoader[Any], part: LoaderPart, *, divided: bool) -> Da
     Raises:
         ConfigError: the order of the minibatches would differ between workers.
     """
-    if not (divided or loader.in_order):
+    state = {**vars(loader), "_part": part, "_iterator": None, "_is_own": divided, "_common_random": None}
+    state |= {"_number": 0 if part.ends is None else part.ends.number(), "_whole": None}
+    if divided:
+        return made_of(loader, ShardedStream, state)
+    state["_common_random"] = CommonRandomState(part.seed)
+    own = (
+        None
+        if part.split or part.world_size == 1
+        else own_part_of(loader.dataset, part.rank, part.world_size)
+    )
+    if own is not None:
+        # Processes beyond the number of files would find none, which some datasets take for an error.
+        processes = min(loader.num_workers, max(1, own.files or loader.num_workers))
+        state |= {"dataset": own.dataset, "_whole": loader, "_is_own": True, "num_workers": processes}
+        state["_part"] = part.alone()
+        return made_of(loader, ShardedStream, state)
+    if not loader.in_order:
         raise ConfigError(
             "session.shard: got a DataLoader of an IterableDataset with in_order=False: each worker would "
             "see the minibatches in a different order, and some would be used twice. Make the loader "
             "with in_order=True"
         )
-    random = None if divided else CommonRandomState(part.seed)
-    state = {"_part": part, "_iterator": None, "in_order": True, "_common_random": random}
-    return made_of(loader, ShardedStream, {**vars(loader), **state})
+    if part.rank == 0 and part.world_size > 1:
+        say_that_all_read(loader.dataset, part)
+    return made_of(loader, ShardedStream, state)
 
 
-class ShardedIterable:
+def say_that_all_read(dataset: Any, part: LoaderPart) -> None:
+    """Says once a loader that each worker reads all of a dataset, and what to do about it."""
+    what = "split=True" if part.split else "it does not say how it is divided"
+    remedy = "" if part.split else ". With a method shard(num_shards, index), each reads its own part"
+    say(
+        f"gradstream: each of the {part.world_size} workers reads all of the {type(dataset).__name__}, and uses its "
+        f"part of the minibatches, since {what}{remedy}"
+    )
+
+
+class ShardedIterable(_Stream):
     """One worker's share of an iterable of minibatches: some whole minibatches, or some samples of each.
+
+    It saves its place: by the state of the iterable if it has one, else by the number of minibatches, which are then
+    read again.
 
     Args:
         batches: all minibatches. If workers get whole ones, those of other workers are made and dropped.
         part: how to divide, and which share to take.
+        is_own: `batches` has only this worker's part.
     """
 
-    def __init__(self, batches: Iterable[Any], part: LoaderPart) -> None:
+    def __init__(self, batches: Iterable[Any], part: LoaderPart, *, is_own: bool = False) -> None:
         self._batches = batches
         self._part = part
+        self._is_own = is_own
+        self._number = 0 if part.ends is None else part.ends.number()
 
     def __iter__(self) -> Iterator[Any]:
-        return self._part.noted(self._batches)
+        source = None if self._loaded is None else self._loaded.get("source")
+
+        def read() -> Iterator[Any]:
+            if source is not None:
+                self._batches.load_state_dict(source)  # type: ignore[attr-defined]
+            return iter(self._batches)
+
+        return self._yielded(read, lambda: iter(()), seeks=source is not None)
 
     def __len__(self) -> int:
         return self._part.count(len(self._batches))  # type: ignore[arg-type]  # TypeError if they have none
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the training loop, after the last minibatch that it has taken."""
+        state = self._state()
+        if self._loaded is None:
+            seeks = hasattr(self._batches, "state_dict") and hasattr(self._batches, "load_state_dict")
+            is_inside = state["taken"] and not state["over"]
+            state["source"] = self._batches.state_dict() if seeks and is_inside else None  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the place at which the next iteration of the training loop begins."""
+        self._loaded = dict(state)
+
+
+def iterable_of(batches: Iterable[Any], part: LoaderPart) -> ShardedIterable:
+    """Makes a worker's part of an iterable of minibatches."""
+    own = None
+    if is_loading_pipeline(batches) and not part.split and part.world_size > 1:
+        own = own_part_of(batches, part.rank, part.world_size)
+    if own is None:
+        return ShardedIterable(batches, part)
+    return ShardedIterable(own.dataset, part.alone(), is_own=True)

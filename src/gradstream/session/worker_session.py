@@ -47,6 +47,7 @@ from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
+from gradstream.session.streams import StreamEnds
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, Strategy
 from gradstream.traits import refuse
 
@@ -179,6 +180,7 @@ class WorkerSession(Session):
             in_rounds=isinstance(self._strategy, GroupStrategy),
             local_rounds=self._strategy.local_rounds,
         )
+        self._stream_ends = StreamEnds(lambda: self._connection.bridge, self._passed)
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
@@ -396,7 +398,9 @@ class WorkerSession(Session):
         takeover = self._takeover if reassigns and self._split is None else None
         aligned = self._averages_gradients or in_group
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
-        part = LoaderPart(rank, workers, self._seed, split, note, aligned, over, takeover, self._ask)
+        part = LoaderPart(
+            rank, workers, self._seed, split, note, aligned, over, takeover, self._ask, self._stream_ends
+        )
         made = part_of(data, part)
         if isinstance(made, ShardedLoader) and made.is_dealt:
             self._dealt.add(loader)
@@ -414,6 +418,12 @@ class WorkerSession(Session):
         if module.training and torch.is_grad_enabled():
             self._registered.uses()
         self._samples.forward(module, args, kwargs)
+
+    def _passed(self) -> tuple[int, ...]:
+        """Numbers that change with each step that the loop makes or skips."""
+        bridge = self._connection.bridge
+        counts = () if bridge is None else (bridge.counts.batches, bridge.counts.steps)
+        return (*counts, self._resume_point.skipped)
 
     def _note(self, samples: int | None, loader: object) -> None:
         """Notes that the loop takes a minibatch from a loader."""

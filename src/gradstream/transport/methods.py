@@ -124,6 +124,7 @@ METHODS: Mapping[str, Method] = {
     "assign": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
     "take_over": Method(served_by=_COORDINATOR, callers=_WORKER),
+    "epoch_part": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),
     # Checkpoints, for nodes on machines without the run directory.
     "keep": Method(served_by=_COORDINATOR, callers=_MEMBER),

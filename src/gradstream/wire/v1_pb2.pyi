@@ -1330,6 +1330,24 @@ class TakenOver(_message.Message):
     count: int
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
+class EpochPart(_message.Message):
+    __slots__ = ("loader", "epoch", "taken", "done")
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    loader: int
+    epoch: int
+    taken: int
+    done: bool
+    def __init__(self, loader: _Optional[int] = ..., epoch: _Optional[int] = ..., taken: _Optional[int] = ..., done: bool = ...) -> None: ...
+
+class EpochGoesOn(_message.Message):
+    __slots__ = ("more",)
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    more: bool
+    def __init__(self, more: bool = ...) -> None: ...
+
 class Took(_message.Message):
     __slots__ = ("epoch", "batch", "rounds", "samples", "seconds", "squares")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -80,6 +80,10 @@ class EndingSource(Protocol):
         """Minibatches that lost workers have left: see `Reassignment.take`."""
         ...
 
+    async def epoch_part(self, epoch: Epoch, taken: int, *, done: bool) -> bool:
+        """How far this worker is in its own part of an epoch: see `WorkerRequests.epoch_part`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LoopContext:

@@ -242,6 +242,20 @@ class WorkerRequests:
         block = Block(Epoch(epoch.loader, answer.epoch), answer.rank, answer.first, answer.count)
         return block if answer.count else None
 
+    async def epoch_part(self, epoch: Epoch, taken: int, *, done: bool) -> bool:
+        """Reports how many minibatches this worker has taken of an epoch of which each worker reads its own part.
+
+        Args:
+            epoch: the epoch of a loader.
+            taken: number of minibatches, with repeated ones.
+            done: it has no more. The answer then waits until it is known whether others have; else until one has none.
+
+        Returns:
+            If `done`, whether the worker repeats one more minibatch, since others have more.
+        """
+        request = v1.EpochPart(loader=epoch.loader, epoch=epoch.number, taken=taken, done=done)
+        return (await self._call("epoch_part", request, v1.EpochGoesOn)).more
+
     async def _call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
         silence_s, again = self._deadlines.patience_s, False
         while True:

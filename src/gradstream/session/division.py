@@ -1,0 +1,161 @@
+"""Divides iterable datasets that say how: each worker then reads only its own part.
+
+    shard(num_shards=, index=)   `datasets.IterableDataset`, and any dataset with such a method
+    pipeline of named files      `webdataset.WebDataset` and other pipelines that begin with a list of `urls`
+    names of files               a list of names or paths
+
+A dataset is not divided by `torch.utils.data.get_worker_info()`, as if the processes of all workers were those of one
+loader: one that does not ask for it would be read whole by each worker, and one that divides by `session.rank` too
+would lose samples, both silently. It does see the processes of its own worker, and may divide its part among them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from gradstream.errors import ConfigError
+
+SEED_LIMIT = 1 << 64
+"""numpy draws the entropy of generators without a seed from 128 bits."""
+
+SPLITTERS = ("single_node_only", "split_by_node")
+"""Stages of webdataset that refuse several workers, or divide the files by RANK and WORLD_SIZE."""
+
+_FILE = re.compile(r"\S+\.\w{1,16}|\S+://\S+|pipe:.+")
+
+
+class OwnPart(NamedTuple):
+    """A worker's part of a dataset.
+
+    Args:
+        dataset: a dataset that yields only this part.
+        files: number of files of the part, if each process that reads needs one; else None.
+    """
+
+    dataset: Any
+    files: int | None = None
+
+
+def own_part_of(dataset: Any, rank: int, world_size: int) -> OwnPart | None:
+    """A worker's part of a dataset; None if the dataset cannot say how it is divided, or into so many parts.
+
+    Raises:
+        ConfigError: workers would divide it in different ways.
+    """
+    if _can_shard(dataset):
+        shards = getattr(dataset, "num_shards", None)
+        if isinstance(shards, int) and shards < world_size:
+            return None
+        _check_seeds(dataset)
+        part = dataset.shard(num_shards=world_size, index=rank)
+        _follow_epochs(dataset, part)
+        return OwnPart(part)
+    stages = getattr(dataset, "pipeline", None)
+    if isinstance(stages, list) and stages:
+        return _part_of_pipeline(dataset, stages, rank, world_size)
+    return None
+
+
+def _can_shard(dataset: Any) -> bool:
+    try:
+        names = inspect.signature(dataset.shard).parameters.keys()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return {"num_shards", "index"} <= names
+
+
+def _check_seeds(dataset: Any) -> None:
+    """Checks that a dataset of `datasets` was shuffled with a seed: each worker has drawn the order of its files."""
+    inner = [getattr(dataset, "_ex_iterable", None)]
+    for stage in inner:  # grows meanwhile
+        bits = getattr(getattr(stage, "generator", None), "bit_generator", None)
+        entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
+        if isinstance(entropy, int) and entropy >= SEED_LIMIT:
+            raise ConfigError(
+                "session.shard: the dataset was shuffled without a seed, so each worker has another order of its "
+                "files: some would be read twice and others never. Shuffle it with a seed: dataset.shuffle(seed=0)"
+            )
+        if stage is not None:
+            inner += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+
+
+def _follow_epochs(dataset: Any, part: Any) -> None:
+    """Lets the script call `dataset.set_epoch(epoch)`, which sets the order of the next iteration, as before."""
+    whole, own = getattr(dataset, "set_epoch", None), getattr(part, "set_epoch", None)
+    if whole is None or own is None:
+        return
+    if isinstance(epoch := getattr(dataset, "epoch", None), int):
+        own(epoch)
+
+    def set_epoch(epoch: int) -> None:
+        whole(epoch)
+        own(epoch)
+
+    dataset.set_epoch = set_epoch
+
+
+def _part_of_pipeline(dataset: Any, stages: list[Any], rank: int, world_size: int) -> OwnPart | None:
+    """A worker's part of a pipeline: a copy with its part of the files or, behind a DataLoader, of that loader."""
+    head, files = stages[0], None
+    if is_loading_pipeline(dataset):
+        inner = own_part_of(head.dataset, rank, world_size)
+        if inner is None:
+            return None
+        processes = min(head.num_workers, max(1, inner.files or head.num_workers))
+        made: Any = object.__new__(type(head))
+        vars(made).update(
+            {**vars(head), "dataset": inner.dataset, "num_workers": processes, "_iterator": None}
+        )
+    else:
+        urls = getattr(head, "urls", None)
+        if not isinstance(urls, list) or "Resampled" in type(head).__name__ or len(urls) < world_size:
+            return None
+        made = copy.copy(head)
+        made.urls = urls[rank::world_size]
+        files = len(made.urls)
+    part = copy.copy(dataset)
+    part.pipeline = [made, *(stage for stage in stages[1:] if _name_of(stage) not in SPLITTERS)]
+    for name in ("nsamples", "size"):  # of an epoch, as the user has set it
+        if isinstance(number := getattr(dataset, name, None), int) and number > 0:
+            setattr(part, name, -(-number // world_size))
+    return OwnPart(part, files)
+
+
+def is_loading_pipeline(data: Any) -> bool:
+    """Whether this is a pipeline behind a DataLoader, such as `webdataset.WebLoader`: it yields minibatches."""
+    stages = getattr(data, "pipeline", None)
+    return isinstance(stages, list) and bool(stages) and isinstance(stages[0], DataLoader)
+
+
+def _name_of(stage: Any) -> str:
+    return str(getattr(getattr(stage, "func", stage), "__name__", ""))
+
+
+def are_file_names(data: Any) -> bool:
+    """Whether this is a list of names of files, as opposed to minibatches of text."""
+    if not isinstance(data, list) or not data:
+        return False
+    if all(isinstance(name, os.PathLike) for name in data):
+        return True
+    return all(isinstance(name, str) and _FILE.fullmatch(name) for name in data)
+
+
+def own_files(names: Sequence[Any], rank: int, world_size: int) -> list[Any]:
+    """A worker's part of the names of files.
+
+    Raises:
+        ConfigError: there are fewer files than workers.
+    """
+    if len(names) < world_size:
+        raise ConfigError(
+            f"session.shard: got {len(names)} files for {world_size} workers; expected at least one for each: divide "
+            "the data into more files, or shard a DataLoader that reads all of them"
+        )
+    return list(names[rank::world_size])
