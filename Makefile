@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-PUBLIC_MODULES := $(addprefix gradstream.,codec data errors ext.analysis ext.replay model optim optim.schedules pipeline runs \
+PUBLIC_MODULES := $(addprefix gradstream.,checkpoints codec data errors ext.analysis ext.replay model optim optim.schedules pipeline runs \
 	runtime.simulation session sparse strategies testing trackers)
 
 # Without bytecode on the disk, each of the many processes of the tests would compile all of torch that it imports: 3 s.

@@ -1,8 +1,8 @@
 """Distributed SGD over machines that may be slow, far apart, and dying.
 
 The names of `__all__` are what most users need. The rest is in public modules: `gs.optim`, `gs.schedules`, `gs.codecs`,
-`gs.strategies`, `gs.pipeline`, `gs.data`, `gs.model`, `gs.errors`, `gs.runs`, `gs.sim`, `gs.replay`, `gs.trackers`,
-`gs.sparse`, `gs.testing`.
+`gs.strategies`, `gs.pipeline`, `gs.data`, `gs.model`, `gs.errors`, `gs.runs`, `gs.checkpoints`, `gs.sim`, `gs.replay`,
+`gs.trackers`, `gs.sparse`, `gs.testing`.
 Each name is imported when it is first asked for, so that `import gradstream` costs nothing.
 
 Examples in docstrings use these names:
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from gradstream._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gradstream import codec as codecs
     from gradstream import (
+        checkpoints,
         data,
         errors,
         model,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         testing,
         trackers,
     )
+    from gradstream import codec as codecs
     from gradstream._resume import resume
     from gradstream._simulate import simulate
     from gradstream._train import train
@@ -117,6 +118,7 @@ _MODULE_OF = {
 """The module that defines each name of `__all__`: makers of data sets in `data`, everything else in `strategies`."""
 
 _FACES = {
+    "checkpoints": "checkpoints",
     "codecs": "codec",
     "data": "data",
     "errors": "errors",

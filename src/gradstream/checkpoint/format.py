@@ -38,6 +38,9 @@ _OF_NUMPY = {
 _OF_TORCH = {torch.float32: "F32", torch.float64: "F64"}
 _TO_NUMPY = {theirs: ours for ours, theirs in _OF_NUMPY.items()}
 
+FOR_TORCH = {"format": "pt"}
+"""Metadata without which transformers does not load a file."""
+
 ALIGNMENT_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself."""
@@ -105,7 +108,7 @@ def header_of(tensors: Sequence[TensorSpec]) -> bytes:
     Raises:
         ConfigError: two tensors have the same name.
     """
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {"__metadata__": FOR_TORCH}
     start = 0
     for tensor in tensors:
         if tensor.name in entries:
@@ -185,7 +188,7 @@ ORDER = "order"
 def save(tensors: Arrays) -> bytes:
     """Returns the bytes of a file with these tensors."""
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    return safetensors.numpy.save(arrays, metadata={ORDER: json.dumps(list(arrays))})
+    return safetensors.numpy.save(arrays, metadata={**FOR_TORCH, ORDER: json.dumps(list(arrays))})
 
 
 def load(data: bytes) -> dict[str, np.ndarray[Any, Any]]:

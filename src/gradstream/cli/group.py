@@ -19,7 +19,7 @@ MODULES = {
     "jobs": "train resume simulate config new demo",
     "machines": "launch join doctor add remove replace",
     "running_jobs": "runs attach status logs stop reshard",
-    "results": "report trace evaluate replay sharpness surface",
+    "results": "report trace evaluate export replay sharpness surface",
     "catalogue": "plugins data check bench",
 }
 """The commands of each module of `gradstream.cli.commands`. A new command needs its function and its name."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -161,6 +161,31 @@ def load_fixed(model: object, frozen: Mapping[str, np.ndarray[Any, Any]]) -> Non
     take = getattr(model, "load_fixed", None)
     if take is not None:
         take(frozen)
+
+
+# ---- names -------------------------------------------------------------------------------
+
+K = TypeVar("K")
+
+COMPILED = "_orig_mod"
+"""The attribute of torch.compile's wrapper that is the module itself."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's own module, without the wrappers of torch.compile and torch's data parallelism."""
+    while True:
+        if COMPILED in module._modules:
+            module = module._modules[COMPILED]  # type: ignore[assignment]
+        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            module = module.module
+        else:
+            return module
+
+
+def named(tensors: Iterable[tuple[str, K]]) -> Iterator[tuple[str, K]]:
+    """The tensors of a module under the names that they have if none of its submodules is compiled."""
+    for name, tensor in tensors:
+        yield ".".join(part for part in name.split(".") if part != COMPILED), tensor
 
 
 # ---- ties --------------------------------------------------------------------------------

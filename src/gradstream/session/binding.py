@@ -19,7 +19,7 @@ from typing_extensions import override
 from gradstream.errors import ConfigError, InternalError
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.buffers import Arrays, Buffers, arrays_of, set_tensor
-from gradstream.model.built_module import Fixed, check_untied
+from gradstream.model.built_module import Fixed, check_untied, named, unwrapped
 from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 
@@ -139,8 +139,8 @@ class ModuleBinding(ParameterBinding):
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         check_untied(module, parameters)
-        self._module = module
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._module = unwrapped(module)
+        names = {id(parameter): name for name, parameter in named(self._module.named_parameters())}
         places = {key: place for place, key in enumerate(names)}
         # The last one first: backward finishes gradients in about that order.
         self._parameters = sorted(parameters, key=lambda p: -places.get(id(p), len(places)))
@@ -221,8 +221,8 @@ class ModuleBinding(ParameterBinding):
 
     def _state(self, parameters: bool) -> list[tuple[str, torch.Tensor]]:
         """The module's parameters, or its persistent buffers, under the names of its state dict."""
-        state = self._module.state_dict(keep_vars=True)
-        tensors = [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+        state = named(self._module.state_dict(keep_vars=True).items())
+        tensors = [(name, tensor) for name, tensor in state if isinstance(tensor, torch.Tensor)]
         return [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) is parameters]
 
     @override

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from gradstream.checkpoint.own_state import EXTRA
-from gradstream.errors import DataError
+from gradstream.errors import ConfigError, DataError
 from gradstream.model.buffers import Arrays, Buffers, arrays_of, set_tensor
-from gradstream.model.built_module import Fixed
+from gradstream.model.built_module import Fixed, named, unwrapped
 from gradstream.session.binding import GradientBinding
 from gradstream.session.gradient_vector import vector_of
 from gradstream.session.registered import Held, decode, encode, packed, placed
@@ -30,10 +30,14 @@ from gradstream.session.registered import Held, decode, encode, packed, placed
 #
 # A resumed script runs from its top: it sets the options of its parameter groups itself, and its schedulers reach
 # the same point again. So only those entries of `param_groups` are restored that the optimizer's own `step` changes,
-# such as the counters of Prodigy and of schedule-free optimizers.
+# such as the counters of Prodigy and of schedule-free optimizers. All entries are kept under "groups" beside them, for
+# `gradstream.checkpoints`.
 
 PLAIN = EXTRA + "plain"
 """Name of the array that holds everything but tensors, as JSON."""
+
+NAMES = "names"
+"""The entry of a group with the names of its parameters."""
 
 Entry = tuple[int, str]
 """An entry of `param_groups`: number of the group, and its key."""
@@ -49,10 +53,12 @@ class OptimizerStates:
 
     Args:
         optimizers: the optimizers, in the order of `Session.wrap`.
+        names: names of their parameters, by id.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
         self._optimizers = optimizers
+        self._names = names
         self._counters: Sequence[set[Entry]] = [
             set() for _ in optimizers
         ]  # the entries that its `step` changes
@@ -102,11 +108,19 @@ class OptimizerStates:
             self._load(number, decode(encoded, arrays))
 
     def _saved_state(self, number: int) -> dict[str, Any]:
-        """The optimizer's state dict; of its groups, only entries that its `step` changes."""
+        """The optimizer's state dict; of its groups, the entries that its `step` changes, and all that are plain."""
         told = self._optimizers[number].state_dict()
         groups = told["param_groups"]
+        named = [
+            [self._names.get(id(parameter), "") for parameter in group["params"]]
+            for group in self._optimizers[number].param_groups
+        ]
         return {
             **told,
+            "groups": [
+                {**{key: value for key, value in group.items() if _is_plain(value)}, NAMES: names}
+                for group, names in zip(groups, named, strict=False)
+            ],
             "param_groups": [
                 (index, key, groups[index][key])
                 for index, key in sorted(self._counters[number])
@@ -117,6 +131,7 @@ class OptimizerStates:
     def _load(self, number: int, told: dict[str, Any]) -> None:
         optimizer = self._optimizers[number]
         groups = optimizer.param_groups
+        told.pop("groups", None)
         for index, key, value in told.pop("param_groups"):
             self._counters[number].add((index, key))
             if index < len(groups):
@@ -172,6 +187,15 @@ class OptimizerStates:
         }
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether `encode` takes an entry of a group."""
+    try:
+        encode(value, "", {}, _REFUSAL)
+    except ConfigError:
+        return False
+    return True
+
+
 # ---- replica -----------------------------------------------------------------------------
 
 Array = np.ndarray[Any, Any]
@@ -197,7 +221,6 @@ class ReplicaBinding(GradientBinding):
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._modules = modules
         self._optimizers = optimizers
-        self.states = OptimizerStates(optimizers)
         self._snapshot: dict[int, torch.Tensor] = {}
         self._places = [
             (part._buffers, key)
@@ -216,6 +239,7 @@ class ReplicaBinding(GradientBinding):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 self.parameters[f"other.{index}"] = parameter
+        self.states = OptimizerStates(optimizers, {id(p): name for name, p in self.parameters.items()})
         self.names, self.vector = vector_of(self.parameters)
         super().__init__(self.vector)
 
@@ -286,7 +310,7 @@ class ReplicaBinding(GradientBinding):
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self._named_modules():
-            for name, tensor in module.state_dict(keep_vars=True).items():
+            for name, tensor in named(module.state_dict(keep_vars=True).items()):
                 if isinstance(tensor, torch.Tensor):
                     yield prefix + name, tensor
 
@@ -294,14 +318,14 @@ class ReplicaBinding(GradientBinding):
         """Buffers that are not persistent."""
         saved = {id(tensor) for _, tensor in self._state()}
         for prefix, module in self._named_modules():
-            for name, buffer in module.named_buffers():
+            for name, buffer in named(module.named_buffers()):
                 if id(buffer) not in saved:
                     yield prefix + name, buffer
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         several = len(self._modules) > 1
         for index, module in enumerate(self._modules):
-            yield f"{index}." if several else "", module
+            yield f"{index}." if several else "", unwrapped(module)
 
 
 def _arrays(tensors: Iterable[tuple[str, torch.Tensor]]) -> Arrays:

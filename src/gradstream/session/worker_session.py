@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from gradstream.checkpoint.layouts import keep_configs
 from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
 from gradstream.job.plan import worker_name
@@ -29,6 +30,7 @@ from gradstream.job.traits import traits_of_codec
 from gradstream.model.buffers import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.run.placement import WorkerPlacement
+from gradstream.runtime.storage import DiskStorage
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge, ResumePoint
@@ -246,6 +248,8 @@ class WorkerSession(Session):
         self._check_unused()
         self._check_momentum(group.get("momentum", 0.0) for one in optimizers for group in one.param_groups)
         refuse_sync_batch_norm(modules, self.world_size)
+        if self.rank == 0:
+            keep_configs(DiskStorage(Path(self._place.spec).parent), modules)
         if self._averages_gradients:
             self._wrap_replicas(modules, optimizers)
             return model, optimizer

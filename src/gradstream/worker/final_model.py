@@ -9,11 +9,14 @@ from collections.abc import Callable
 import torch
 
 from gradstream.checkpoint.format import save
+from gradstream.checkpoint.layouts import PRETRAINED, parse_configs
 from gradstream.checkpoint.manifest import Evaluated
-from gradstream.errors import DiskError
+from gradstream.checkpoint.own_state import EXTRA_FILE, OwnState, worker_file
+from gradstream.errors import ConfigError, DiskError
 from gradstream.memory import trim
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers
+from gradstream.model.built_module import extra_of
 from gradstream.runtime.base import Runtime, Storage, Work
 from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error, disk_remedy
 from gradstream.telemetry.events import DiskEvent, Event
@@ -46,6 +49,7 @@ async def write_final_model(
         trim(replica.parameters.tensor.nbytes)
         if tree := model.tree(replica.parameters.tensor):  # none where a loop's parts have written theirs
             runtime.storage.write(FINAL_MODEL, save({**tree, **buffers}))
+            _write_beside(runtime.storage, model)
 
     work = Work("checkpoint", elems=len(replica.parameters))
     size_bytes = replica.parameters.tensor.nbytes + sum(array.nbytes for array in buffers.values())
@@ -70,6 +74,23 @@ async def write_final_model(
             )
             emit(DiskEvent(what="final parameters", state="waiting", error=why, message=text))
         await runtime.sleep(RETRY_S)
+
+
+def _write_beside(storage: Storage, model: Model) -> None:
+    """Writes the state of a loop's own optimizers, and config.json of a model of transformers."""
+    folder, _, _ = FINAL_MODEL.rpartition("/")
+    try:
+        state = extra_of(model)
+    except ConfigError:  # a state that no file can hold, in a run without checkpoints
+        state = {}
+    if state:
+        storage.write(f"{folder}/{worker_file(EXTRA_FILE)}", OwnState(0, state).encode())
+    try:
+        files = parse_configs(storage.read(PRETRAINED)).get("", {})
+    except (FileNotFoundError, ValueError):
+        files = {}
+    for name, text in files.items():
+        storage.write(f"{folder}/{name}", text.encode())
 
 
 def keep_if_best(

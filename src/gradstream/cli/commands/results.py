@@ -112,6 +112,48 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
 
 
 @click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--checkpoint", metavar="NAME", help="step-…, best or final. By default as in `gradstream evaluate`."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "dcp"]),
+    default="safetensors",
+    help="safetensors (default), as Hugging Face keeps models; or dcp, a distributed checkpoint of torch.",
+)
+@click.option("--module", default="", metavar="NAME", help="Part of the model to write alone: backbone, say.")
+@click.option(
+    "--shard-size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    metavar="GB",
+    help="Most gigabytes of a safetensors file; 5 by default.",
+)
+def export(
+    run: Path, folder: Path, checkpoint: str | None, form: Any, module: str, shard_size: float
+) -> None:
+    """Writes the parameters of a run into FOLDER, for other software.
+
+    RUN is a run directory; the run may have failed. FOLDER is made. A model of transformers gets its config.json:
+    from_pretrained(FOLDER) loads it. With --format dcp, the state of the loop's optimizers is there too.
+
+    \b
+    Examples:
+      gradstream export runs/20261120-120000-mine mine
+      gradstream export runs/20261120-120000-mine mine --checkpoint step-00000400 --shard-size 2
+      gradstream export runs/20261120-120000-mine mine-dcp --format dcp
+    """
+    from gradstream.checkpoints import export as write
+    from gradstream.untrusted import TEXT_BYTES, escaped
+
+    for file in write(run, folder, checkpoint, form=form, module=module, shard_bytes=int(shard_size * 1e9)):
+        click.echo(escaped(str(file), TEXT_BYTES))
+
+
+@click.command()
 @run_argument
 @click.option("--until-update", type=click.IntRange(min=1), metavar="N", help="Stop at the N-th update.")
 @click.option(
