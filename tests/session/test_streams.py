@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from gradstream.errors import ConfigError, RefusedError
 from gradstream.session.division import own_part_of
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart
+from gradstream.session.streams import StreamEnds
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
 
@@ -430,3 +432,21 @@ def test_nobody_waits_for_a_lost_worker() -> None:
     assert parts.answer(worker, request, 0.0) is None
     ledger.lost(1)
     assert parts.answer(worker, request, 0.0) == v1.EpochGoesOn()
+
+
+def test_the_epochs_after_a_loss_are_divided_among_the_others() -> None:
+    """Also among more workers than shards: some have no part."""
+    present, part_of_worker = [0, 1, 2], part(2, 3)
+    ends = StreamEnds(lambda: None, object, lambda: present)
+    loader = part_of(DataLoader(Shards([0, 2, 4, 5]), 20), replace(part_of_worker, ends=ends))
+    assert [batch.tolist() for batch in loader] == [list(rows([4]))]
+    present = [0, 2]
+    assert [batch.tolist() for batch in loader] == [list(rows([2, 5]))]
+    present = [2]
+    assert [batch.tolist() for batch in loader] == [list(rows([0, 2, 4, 5]))]
+    present = [0, 1, 3, 4, 2, 5]
+    assert list(loader) == []
+    present = [0, 1]
+    assert list(loader) == []
+    present = [0, 1, 2]
+    assert [batch.tolist() for batch in loader] == [list(rows([4]))]

@@ -37,10 +37,16 @@ class OwnPart(NamedTuple):
     Args:
         dataset: a dataset that yields only this part.
         files: number of files of the part, if each process that reads needs one; else None.
+        most: the most parts into which the dataset can be divided; None if it does not say.
     """
 
     dataset: Any
     files: int | None = None
+    most: int | None = None
+
+    def processes(self, number: int) -> int:
+        """How many of so many processes of a loader read the part: those beyond the files would take it for empty."""
+        return min(number, max(1, self.files or number))
 
 
 def own_part_of(dataset: Any, rank: int, world_size: int) -> OwnPart | None:
@@ -51,12 +57,13 @@ def own_part_of(dataset: Any, rank: int, world_size: int) -> OwnPart | None:
     """
     if _can_shard(dataset):
         shards = getattr(dataset, "num_shards", None)
-        if isinstance(shards, int) and shards < world_size:
+        most = shards if isinstance(shards, int) else None
+        if most is not None and most < world_size:
             return None
         _check_seeds(dataset)
         part = dataset.shard(num_shards=world_size, index=rank)
         _follow_epochs(dataset, part)
-        return OwnPart(part)
+        return OwnPart(part, most=most)
     stages = getattr(dataset, "pipeline", None)
     if isinstance(stages, list) and stages:
         return _part_of_pipeline(dataset, stages, rank, world_size)
@@ -103,13 +110,14 @@ def _follow_epochs(dataset: Any, part: Any) -> None:
 
 def _part_of_pipeline(dataset: Any, stages: list[Any], rank: int, world_size: int) -> OwnPart | None:
     """A worker's part of a pipeline: a copy with its part of the files or, behind a DataLoader, of that loader."""
-    head, files = stages[0], None
+    head = stages[0]
+    files: int | None = None
     if is_loading_pipeline(dataset):
         inner = own_part_of(head.dataset, rank, world_size)
         if inner is None:
             return None
-        processes = min(head.num_workers, max(1, inner.files or head.num_workers))
         made: Any = object.__new__(type(head))
+        processes, most = inner.processes(head.num_workers), inner.most
         vars(made).update(
             {**vars(head), "dataset": inner.dataset, "num_workers": processes, "_iterator": None}
         )
@@ -119,13 +127,13 @@ def _part_of_pipeline(dataset: Any, stages: list[Any], rank: int, world_size: in
             return None
         made = copy.copy(head)
         made.urls = urls[rank::world_size]
-        files = len(made.urls)
+        files, most = len(made.urls), len(urls)
     part = copy.copy(dataset)
     part.pipeline = [made, *(stage for stage in stages[1:] if _name_of(stage) not in SPLITTERS)]
     for name in ("nsamples", "size"):  # of an epoch, as the user has set it
         if isinstance(number := getattr(dataset, name, None), int) and number > 0:
             setattr(part, name, -(-number // world_size))
-    return OwnPart(part, files)
+    return OwnPart(part, files, most)
 
 
 def is_loading_pipeline(data: Any) -> bool:

@@ -10,7 +10,7 @@ Otherwise each worker reads all minibatches, and yields its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
@@ -40,11 +40,18 @@ class StreamEnds:
     Args:
         bridge: returns what reaches the coordinator; None before the loop can make steps.
         made: returns numbers that change with every step that the loop makes, or skips in a resumed run.
+        present: returns the ranks of the workers that make the rounds, alike on all of them.
     """
 
-    def __init__(self, bridge: Callable[[], LoopBridge | None], made: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        bridge: Callable[[], LoopBridge | None],
+        made: Callable[[], object],
+        present: Callable[[], Sequence[int]],
+    ) -> None:
         self.bridge = bridge
         self.made = made
+        self.present = present
         self._num_loaders = 0
 
     def number(self) -> int:
@@ -150,20 +157,20 @@ class _Stream:
     _place = (0, 0)
     _begun: object = None  # the steps before the iteration of `_place`, once it has begun
     _is_over = False  # the source of that iteration has no more
+    _is_empty = False  # there are fewer parts than workers, and this one has none
     _loaded: Mapping[str, Any] | None = None
 
-    def _yielded(
-        self, begin: Callable[[], Iterator[Any]], instead: Callable[[], Iterator[Any]], *, seeks: bool
-    ) -> Iterator[Any]:
-        """This worker's minibatches of an iteration.
+    def _read(self, loaded: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Reads the source, from the start or from a loaded state of it."""
+        raise NotImplementedError
 
-        Args:
-            begin: begins to read the source.
-            instead: begins to read all data, for a worker whose own part is empty.
-            seeks: whether the source continues by itself where its state was saved.
-        """
+    def _read_all(self) -> Iterator[Any]:
+        """Reads all data, for a worker whose own part is empty."""
+        return iter(())
+
+    def __iter__(self) -> Iterator[Any]:
         if not torch.is_grad_enabled():  # a validation: not the place of the training
-            yield from self._part.noted(begin())
+            yield from self._part.noted(self._read(None))
             return
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
@@ -172,12 +179,12 @@ class _Stream:
             self._next_place()
         self._begun, self._is_over = self._made, loaded is not None and bool(loaded["over"])
         first = self._place[1]
-        batches = iter(()) if self._is_over else begin()
-        if first and not (seeks or self._is_over):
+        batches = iter(()) if self._is_over else self._read(loaded)
+        if loaded is not None and loaded["source"] is None:
             next(islice(batches, first, first), None)  # reads them again
         counted = self._counted(batches)
         if self._is_own:
-            yield from self._part.passed(self._in_step(counted, instead, first))
+            yield from self._part.passed(self._in_step(counted, first))
         elif not self._is_over:
             yield from self._part.noted(counted, first)
         self._next_place()
@@ -197,9 +204,7 @@ class _Stream:
             yield batch
         self._is_over = True
 
-    def _in_step(
-        self, batches: Iterator[Any], instead: Callable[[], Iterator[Any]], taken: int
-    ) -> Iterator[tuple[Any, int | None]]:
+    def _in_step(self, batches: Iterator[Any], taken: int) -> Iterator[tuple[Any, int | None]]:
         """All minibatches of the source, then one of them again until all workers have no more, with their samples."""
         part = self._part
         ends = part.ends if part.aligned else None
@@ -212,7 +217,7 @@ class _Stream:
                     end.took()
                 yield batch, length_of((batch,))
             while end is not None and end.goes_on():
-                repeat = next(instead(), None) if repeat is None else repeat
+                repeat = next(self._read_all(), None) if repeat is None else repeat
                 if repeat is None:
                     return
                 self._place = self._place[0], self._place[1] + 1
@@ -228,7 +233,7 @@ class _Stream:
         return {"epoch": epoch, "taken": taken, "over": self._is_over}
 
 
-class ShardedStream(_Stream, DataLoader[Any]):
+class ShardedStream(_Stream, DataLoader[Any]):  # type: ignore[misc]  # wraps torch's iterator
     """A worker's part of a DataLoader of an IterableDataset.
 
     It saves its place: by the state of the user's loader or dataset if they have one, else by the number of
@@ -237,33 +242,50 @@ class ShardedStream(_Stream, DataLoader[Any]):
 
     _common_random: CommonRandomState | None
     _draw = 0  # number of the iteration for `_common_random`
-    _whole: DataLoader[Any] | None  # the user's loader
+    _whole: DataLoader[Any] | None  # the user's loader, if this one reads a part of its dataset
+    _divided: tuple[int, int]  # which part, and of how many
+    _rank: int
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
-        source = None if self._loaded is None else self._loaded.get("source")
-        if self._loaded is not None and self._common_random is not None:
-            self._common_random.epoch = self._loaded["draw"]
-        begin = super().__iter__
+    def _read(self, loaded: Mapping[str, Any] | None) -> Iterator[Any]:
+        if not self._divide():
+            return
+        source = None if loaded is None else loaded["source"]
+        if source is not None:
+            self._load_source(source)
+        begin, common = super(_Stream, self).__iter__, self._common_random  # torch's own
+        batches: Iterator[Any]
+        if common is None:
+            batches = iter(begin())
+        else:
+            self._draw = common.epoch = common.epoch if loaded is None else loaded["draw"]
+            batches = common.iterate(begin, 1)
+        yield from islice(batches, 1)
+        if source is not None and getattr(self.dataset, "_starting_state_dict", None):
+            # A dataset of `datasets` would begin the next epoch at the loaded state again.
+            self.dataset.load_state_dict({})  # type: ignore[attr-defined]
+        yield from batches
 
-        def drawn() -> Iterator[Any]:
-            if self._common_random is None:
-                return begin()
-            self._draw = self._common_random.epoch
-            return self._common_random.iterate(begin, 1)
+    def _read_all(self) -> Iterator[Any]:
+        return iter(self._whole or ())
 
-        def read() -> Iterator[Any]:
-            if source is None:
-                yield from drawn()
-                return
-            self._source_loads(source)
-            batches = drawn()
-            for batch in islice(batches, 1):
-                _forget_start(self.dataset)
-                yield batch
-            _forget_start(self.dataset)
-            yield from batches
-
-        return self._yielded(read, lambda: iter(self._whole or ()), seeks=source is not None)
+    def _divide(self) -> bool:
+        """Divides the data among the workers that are there now. Returns whether this worker has a part."""
+        ends = self._part.ends
+        if self._whole is None or ends is None or not self._part.aligned:
+            return True
+        present = ends.present()
+        if self._rank not in present:  # the others have divided the epoch without this worker
+            return False
+        which = present.index(self._rank), len(present)
+        if which != self._divided:
+            self._divided, self._iterator = which, None
+            most = which[1]
+            while (own := own_part_of(self._whole.dataset, min(which[0], most - 1), most)) is None:
+                most -= 1
+            processes = own.processes(self._whole.num_workers)
+            vars(self).update(dataset=own.dataset, num_workers=processes)  # torch forbids to set it
+            self._is_empty = which[0] >= most
+        return not self._is_empty
 
     def __len__(self) -> int:
         return self._part.count(super().__len__())
@@ -280,13 +302,15 @@ class ShardedStream(_Stream, DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the place at which the next iteration of the training loop begins."""
         self._loaded = dict(state)
+        if self._common_random is not None:
+            self._common_random.epoch = state["draw"]
 
     def _source_state(self) -> Any:
         if (own := getattr(super(), "state_dict", None)) is not None:
             return own()
         return self.dataset.state_dict() if self._dataset_seeks else None  # type: ignore[attr-defined]
 
-    def _source_loads(self, state: Any) -> None:
+    def _load_source(self, state: Any) -> None:
         own = getattr(super(), "load_state_dict", None)
         (self.dataset.load_state_dict if own is None else own)(state)  # type: ignore[attr-defined]
 
@@ -304,12 +328,6 @@ def _has_buffer(dataset: Any) -> bool:
             return True
         inner = getattr(inner, "ex_iterable", None)
     return False
-
-
-def _forget_start(dataset: Any) -> None:
-    """Lets the next epoch of a dataset of `datasets` begin at its start, and not at the loaded state again."""
-    if getattr(dataset, "_starting_state_dict", None):
-        dataset.load_state_dict({})
 
 
 def stream_of(loader: DataLoader[Any], part: LoaderPart, *, divided: bool) -> DataLoader[Any]:
@@ -334,11 +352,9 @@ def stream_of(loader: DataLoader[Any], part: LoaderPart, *, divided: bool) -> Da
         else own_part_of(loader.dataset, part.rank, part.world_size)
     )
     if own is not None:
-        # Processes beyond the number of files would find none, which some datasets take for an error.
-        processes = min(loader.num_workers, max(1, own.files or loader.num_workers))
-        state |= {"dataset": own.dataset, "_whole": loader, "_is_own": True, "num_workers": processes}
-        state["_part"] = part.alone()
-        return made_of(loader, ShardedStream, state)
+        state |= {"dataset": own.dataset, "num_workers": own.processes(loader.num_workers), "_whole": loader}
+        state |= {"_part": part.alone(), "_is_own": True, "_divided": (part.rank, part.world_size)}
+        return made_of(loader, ShardedStream, state | {"_rank": part.rank})
     if not loader.in_order:
         raise ConfigError(
             "session.shard: got a DataLoader of an IterableDataset with in_order=False: each worker would "
@@ -378,15 +394,10 @@ class ShardedIterable(_Stream):
         self._is_own = is_own
         self._number = 0 if part.ends is None else part.ends.number()
 
-    def __iter__(self) -> Iterator[Any]:
-        source = None if self._loaded is None else self._loaded.get("source")
-
-        def read() -> Iterator[Any]:
-            if source is not None:
-                self._batches.load_state_dict(source)  # type: ignore[attr-defined]
-            return iter(self._batches)
-
-        return self._yielded(read, lambda: iter(()), seeks=source is not None)
+    def _read(self, loaded: Mapping[str, Any] | None) -> Iterator[Any]:
+        if loaded is not None and loaded["source"] is not None:
+            self._batches.load_state_dict(loaded["source"])  # type: ignore[attr-defined]
+        yield from self._batches
 
     def __len__(self) -> int:
         return self._part.count(len(self._batches))  # type: ignore[arg-type]  # TypeError if they have none

@@ -182,7 +182,7 @@ class WorkerSession(Session):
             in_rounds=isinstance(self._strategy, GroupStrategy),
             local_rounds=self._strategy.local_rounds,
         )
-        self._stream_ends = StreamEnds(lambda: self._connection.bridge, self._passed)
+        self._stream_ends = StreamEnds(lambda: self._connection.bridge, self._passed, self._present)
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
@@ -422,6 +422,12 @@ class WorkerSession(Session):
         if module.training and torch.is_grad_enabled():
             self._registered.uses()
         self._samples.forward(module, args, kwargs)
+
+    def _present(self) -> Sequence[int]:
+        """Ranks of the workers that have made the newest round, which all of them know."""
+        number = self._next_step()
+        roster = self._takeover.roster
+        return roster.changes[0].ranks if number is None else roster.of(number - 1)
 
     def _passed(self) -> tuple[int, ...]:
         """Numbers that change with each step that the loop makes or skips."""
