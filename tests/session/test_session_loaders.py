@@ -472,3 +472,35 @@ def test_minibatches_of_time_and_sample_make_the_steps_of_one_process() -> None:
         both = loop_in_threads(lambda session, size=size: train(session, size, 8))  # type: ignore[misc]
         assert torch.equal(*both)
         torch.testing.assert_close(both[0], train(gs.Session(), size, 16), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"iterator", "minibatches", "batch sampler"}))
+@pytest.mark.parametrize("split", [False, True])
+def test_a_saved_place_is_where_the_loop_was(kind: str, split: bool) -> None:
+    if split and kind == "not collated":
+        return
+    counts: list[int | None] = []
+    this = LoaderPart(1, 2, 7, split, counts.append, True)
+
+    def epochs(loader: Any, number: int, states: list[Any]) -> list[list[int]]:
+        taken = []
+        for _ in range(number):
+            for batch in loader:
+                states.append(loader.state_dict())
+                taken.append(ids_of(batch) if counts[-1] else [])  # a repeat may be of any minibatch
+        return taken
+
+    states: list[Any] = []
+    whole = epochs(part_of(KINDS[kind](13), this), 3, states)
+    for place in range(0, len(whole) - 1, 2):
+        again = part_of(KINDS[kind](13), this)
+        again.load_state_dict(states[place])
+        with torch.no_grad():
+            list(again)  # a validation
+        assert epochs(again, 3, [])[: len(whole) - place - 1] == whole[place + 1 :]
+
+
+def test_a_place_of_another_number_of_workers_is_refused() -> None:
+    two, three = (part_of(DataLoader(Ids(9), 2), LoaderPart(0, n, 7, False, print)) for n in (2, 3))
+    with pytest.raises(ConfigError, match="2 workers"):
+        three.load_state_dict(two.state_dict())

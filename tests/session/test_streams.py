@@ -169,18 +169,23 @@ def test_processes_of_a_loader_divide_the_part_of_their_worker() -> None:
 
 
 def test_what_has_fewer_files_than_workers_is_read_by_all(capsys: pytest.CaptureFixture[str]) -> None:
-    for make in (lambda: DataLoader(Shards([0, 1]), 2), lambda: DataLoader(Undivided(), 2)):
+    few = Pipeline(Names(["0.tar", "1.tar"]), single_node_only, opened)
+    for make in (
+        lambda: DataLoader(Shards([0, 1]), 2),
+        lambda: DataLoader(few, 2),
+        lambda: DataLoader(Undivided(), 2),
+    ):
         seen: list[int] = []
         for rank in range(3):
             counts: list[int | None] = []
-            for batch in part_of(make(), part(rank, 3, counts)):  # type: ignore[no-untyped-call]
+            for batch in part_of(make(), part(rank, 3, counts)):
                 seen += batch.tolist() if counts.pop() else []
         assert len(seen) == len(set(seen))
         assert set(seen) == (set(rows([0, 1])) if len(seen) < SAMPLES else set(range(SAMPLES)))
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2  # worker 0 alone, for each loader
-    assert "reads all of the Undivided" in said[1]
-    assert "shard(num_shards, index)" in said[1]
+    assert len(said) == 3  # worker 0 alone, for each loader
+    assert "reads all of the Undivided" in said[2]
+    assert "shard(num_shards, index)" in said[2]
 
 
 def test_the_epoch_of_the_users_dataset_reaches_the_part() -> None:
@@ -225,6 +230,53 @@ def test_names_of_files_are_divided() -> None:
         part_of("a-{0..9}.tar", part(0, 2))
     texts = part_of(["Dear Sir.", "hello world"], part(1, 2))  # minibatches of text
     assert list(texts) == ["hello world"]
+
+
+class OfFiles(IterableDataset[str]):
+    def __init__(self, names: list[str], *, keeps: bool = True) -> None:
+        self.names = names if keeps else [f"x{name}" for name in names]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+
+def test_what_reads_divided_files_is_not_divided_again() -> None:
+    ends = StreamEnds(lambda: None, object, lambda: (0, 1))
+    this = replace(part(1, 2), ends=ends)
+    names = part_of(["a.tar", "b.tar", "c.tar", "d.tar"], this)
+    own = ["b.tar", "d.tar"]
+    loading = Pipeline(DataLoader(Pipeline(Names(list(names)), single_node_only), None))
+    assert [batch["url"] for batch in part_of(loading, this)] == own
+    assert list(part_of(DataLoader(OfFiles(names), None), this)) == own
+    pipeline = Pipeline(Names(list(names)), single_node_only)
+    assert [batch["url"] for batch in part_of(DataLoader(pipeline, None), this)] == own
+    with pytest.raises(ConfigError, match="either the names or the loader"):
+        part_of(DataLoader(OfFiles(names, keeps=False), None), this)
+
+
+class Table:
+    """As `datasets.Dataset`, which is no Dataset of torch."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> int:
+        return self.rows[index]
+
+    def shard(self, num_shards: int, index: int, contiguous: bool = True) -> Table:
+        assert not contiguous
+        return Table(self.rows[index::num_shards])
+
+
+def test_a_table_is_divided_by_rows() -> None:
+    assert part_of(Table(list(range(6))), part(1, 3)).rows == [1, 4]
+    with pytest.raises(ConfigError, match="multiple of the 3"):
+        part_of(Table(list(range(7))), part(1, 3))
+    seen = [batch.tolist() for batch in part_of(DataLoader(Table(list(range(6))), 2), part(1, 3))]  # type: ignore[arg-type]
+    assert seen == [[2, 3]]
 
 
 # ---- places -----------------------------------------------------------------------------

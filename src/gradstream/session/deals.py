@@ -134,12 +134,19 @@ class LoaderDeals:
 
     # ---- what the sampler and the loop do -----------------------------------------------
 
-    def begin(self, number: int, order: Iterator[Any]) -> None:
-        """The loop begins an iteration, the epoch of this number, over the minibatches of one process."""
+    def begin(self, number: int, order: Iterator[Any], first: int = 0) -> None:
+        """The loop begins an iteration, the epoch of this number, over the minibatches of one process.
+
+        Args:
+            number: number of the epoch.
+            order: the minibatches, from `first` on.
+            first: place of the first of them, not 0 if the loop continues at a saved place.
+        """
         self.over()
         index, came = self._num_begun, self._came
         self._num_begun += 1
         self._iteration = iteration = _Iteration(number, order, self._made, torch.is_grad_enabled())
+        iteration.next_place = first
         if came is None:
             return
         present, done = index == came["begun"] - 1, 0

@@ -128,12 +128,23 @@ def _part_of_pipeline(dataset: Any, stages: list[Any], rank: int, world_size: in
         made = copy.copy(head)
         made.urls = urls[rank::world_size]
         files, most = len(made.urls), len(urls)
-    part = copy.copy(dataset)
-    part.pipeline = [made, *(stage for stage in stages[1:] if _name_of(stage) not in SPLITTERS)]
+    part = without_splitters(dataset)
+    part = copy.copy(dataset) if part is dataset else part
+    part.pipeline = [made, *part.pipeline[1:]]
     for name in ("nsamples", "size"):  # of an epoch, as the user has set it
         if isinstance(number := getattr(dataset, name, None), int) and number > 0:
             setattr(part, name, -(-number // world_size))
     return OwnPart(part, files, most)
+
+
+def without_splitters(dataset: Any) -> Any:
+    """A pipeline without stages that divide its files among workers, or refuse to: `shard` does that."""
+    stages = getattr(dataset, "pipeline", None)
+    if not isinstance(stages, list) or not any(_name_of(stage) in SPLITTERS for stage in stages):
+        return dataset
+    made = copy.copy(dataset)
+    made.pipeline = [stage for stage in stages if _name_of(stage) not in SPLITTERS]
+    return made
 
 
 def is_loading_pipeline(data: Any) -> bool:
@@ -155,7 +166,17 @@ def are_file_names(data: Any) -> bool:
     return all(isinstance(name, str) and _FILE.fullmatch(name) for name in data)
 
 
-def own_files(names: Sequence[Any], rank: int, world_size: int) -> list[Any]:
+class OwnName(str):
+    """The name of a file in this worker's part, so that a dataset that keeps it is not divided again."""
+
+    __slots__ = ()
+
+
+class OwnFiles(list[Any]):
+    """This worker's part of the names of files."""
+
+
+def own_files(names: Sequence[Any], rank: int, world_size: int) -> OwnFiles:
     """A worker's part of the names of files.
 
     Raises:
@@ -166,4 +187,29 @@ def own_files(names: Sequence[Any], rank: int, world_size: int) -> list[Any]:
             f"session.shard: got {len(names)} files for {world_size} workers; expected at least one for each: divide "
             "the data into more files, or shard a DataLoader that reads all of them"
         )
-    return list(names[rank::world_size])
+    own = names[rank::world_size]
+    return OwnFiles(OwnName(name) if isinstance(name, str) else name for name in own)
+
+
+def reads_own_files(dataset: Any) -> bool:
+    """Whether a dataset, or the first stage of its pipeline, keeps names of files of `own_files`."""
+    stages = getattr(dataset, "pipeline", None)
+    holders = [dataset, *(stages[:1] if isinstance(stages, list) else ())]
+    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    return any(
+        isinstance(value, OwnFiles | OwnName)
+        or (isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], OwnName))
+        for value in values
+    )
+
+
+def own_rows(table: Any, rank: int, world_size: int) -> Any:
+    """A worker's rows of a table that can be divided, such as `datasets.Dataset`: every W-th."""
+    names = inspect.signature(table.shard).parameters
+    every = {"contiguous": False} if "contiguous" in names else {}
+    return table.shard(num_shards=world_size, index=rank, **every)
+
+
+def is_table(data: Any) -> bool:
+    """Whether this is a table that can be divided, such as `datasets.Dataset`, which is no `Dataset` of torch."""
+    return _can_shard(data) and hasattr(data, "__len__") and hasattr(data, "__getitem__")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.deals import Dealt, LoaderDeals
-from gradstream.session.division import are_file_names, is_loading_pipeline, own_files
+from gradstream.session.division import (
+    are_file_names,
+    is_loading_pipeline,
+    is_table,
+    own_files,
+    own_rows,
+    reads_own_files,
+)
 from gradstream.session.loaders_part import (
     CommonRandomState,
     EpochSteps,
@@ -71,6 +79,7 @@ class ShardedBatchSampler:
         orders: all minibatches of the latest `MOST_ORDERS` epochs, by epoch, if the coordinator gives workers those of
             lost ones.
         deals: deals out the minibatches where all workers make their rounds together; else None.
+        skipped: minibatches of one process that the next iteration leaves out, since the loop has had them.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart, *, collated: bool) -> None:
@@ -81,20 +90,52 @@ class ShardedBatchSampler:
         self.latest: SamplerEpoch | None = None
         self.orders: dict[int, TakeoverOrder] = {}
         self.deals: LoaderDeals | None = None
+        self.skipped = 0
+
+    @property
+    def samplers(self) -> Sequence[Any]:
+        """The user's sampler, and the one inside it."""
+        return [one for one in (self._batches, getattr(self._batches, "sampler", None)) if one is not None]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The samplers' own generators, which decide the order of the next iteration."""
+        found = [getattr(sampler, "generator", None) for sampler in self.samplers]
+        return [one for one in found if isinstance(one, torch.Generator)]
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, from 0; each one after it adds 1."""
         self._random.epoch = epoch
-        for sampler in (self._batches, getattr(self._batches, "sampler", None)):
+        for sampler in self.samplers:
             set_epoch = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
 
+    def seek(self, epoch: int, taken: int, generators: Sequence[torch.Tensor]) -> None:
+        """Lets the next iteration begin after so many minibatches of this worker.
+
+        Args:
+            epoch: number of the epoch.
+            taken: number of minibatches.
+            generators: states of `generators` before the epoch.
+        """
+        self.set_epoch(epoch)
+        self.skipped = taken * (1 if self._part.split else self._part.world_size)
+        for generator, state in zip(self.generators, generators, strict=True):
+            generator.set_state(state)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the next iteration."""
+        return self._random.epoch
+
     def __iter__(self) -> Iterator[Any]:
         latest = self.latest = SamplerEpoch(self._random.epoch)
         batches = self._drawn()
+        first = self.skipped if torch.is_grad_enabled() else 0  # else a validation
+        self.skipped -= first
         if self.deals is not None:
-            self.deals.begin(latest.epoch, batches)
+            self.deals.begin(latest.epoch, islice(batches, first, None), first)
             while (dealt := self.deals.draw()) is not None:
                 batch, count = dealt
                 latest.counts.append(count)
@@ -106,7 +147,7 @@ class ShardedBatchSampler:
                 del self.orders[next(iter(self.orders))]
             order = self.orders[latest.epoch] = TakeoverOrder()
             batches = order.noted(batches)
-        for batch, count in self._part.taken(batches, self._cut, self._size):
+        for batch, count in self._part.taken(islice(batches, first, None), self._cut, self._size, first):
             latest.counts.append(count)
             yield batch
 
@@ -166,6 +207,9 @@ class ShardedLoader(DataLoader[Any]):
 
     _part: LoaderPart
     _number: int  # index among the loaders whose minibatches may be taken over, from 0
+    _place: tuple[int, int] = (0, 0)  # (epoch, minibatches that the training loop has taken in it)
+    _drawn_from: Sequence[torch.Tensor] = ()  # the generators' states before that epoch
+    _loaded_place: Mapping[str, Any] | None = None
 
     @property
     def is_dealt(self) -> bool:
@@ -178,6 +222,12 @@ class ShardedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         sampler: ShardedBatchSampler = self._index_sampler
         sampler.latest = None
+        if torch.is_grad_enabled():  # else a validation
+            loaded, self._loaded_place = self._loaded_place, None
+            self._place = (sampler.epoch, 0) if loaded is None else (loaded["epoch"], loaded["taken"])
+            if loaded is not None:
+                sampler.seek(*self._place, loaded["generators"])
+            self._drawn_from = [generator.get_state() for generator in sampler.generators]
         deals = sampler.deals
         if deals is not None and deals.is_over and self.num_workers:  # nothing for processes to do
             return self._loaded(sampler, self.generator)
@@ -208,7 +258,7 @@ class ShardedLoader(DataLoader[Any]):
     def _noted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
     ) -> Iterator[Any]:
-        takeover, deals = self._part.takeover, sampler.deals
+        takeover, deals, trains = self._part.takeover, sampler.deals, torch.is_grad_enabled()
         steps: EpochSteps | None = None
         for batch in self._part.asked(batches):
             epoch = sampler.latest if epoch is None else epoch
@@ -221,11 +271,15 @@ class ShardedLoader(DataLoader[Any]):
             if deals is not None:
                 deals.take()
             elif takeover is not None and torch.is_grad_enabled():  # else a validation
-                steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch))
+                steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch), self._place[1])
                 steps.next()
             samples = epoch.counts.popleft()
             self._part.note(length_of((batch,)) if samples is None else samples)
+            if trains:
+                self._place = self._place[0], self._place[1] + 1
             yield batch
+        if trains:
+            self._place, self._drawn_from = (self._place[0] + 1, 0), ()
         if deals is not None:
             yield from self._made(iter(deals.draw, None), deals)
             deals.over()
@@ -236,6 +290,28 @@ class ShardedLoader(DataLoader[Any]):
             except GeneratorExit:  # the loop may not have used the last minibatch
                 steps.used()
                 raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the training loop, after the last minibatch that it has taken."""
+        if self._loaded_place is not None:
+            return dict(self._loaded_place)
+        epoch, taken = self._place
+        states = self._drawn_from or [one.get_state() for one in self._index_sampler.generators]
+        return {"epoch": epoch, "taken": taken, "workers": self._part.world_size, "generators": list(states)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the place at which the next iteration of the training loop begins. Nothing is loaded twice.
+
+        Raises:
+            ConfigError: the state was saved by another number of workers.
+        """
+        part = self._part
+        if state["workers"] != part.world_size:
+            raise ConfigError(
+                f"session.shard: the loader's state was saved by one of {state['workers']} workers, but there are "
+                f"{part.world_size}: their parts differ"
+            )
+        self._loaded_place = dict(state)
 
     def _made(self, chosen: Iterable[Dealt], deals: LoaderDeals | None = None) -> Iterator[Any]:
         """Yields the minibatches that this worker takes over from lost workers."""
@@ -279,7 +355,7 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
         raise ConfigError(
             "session.shard: got a loader that session.shard returned; call shard once per loader"
         )
-    divided = is_divided(loader, part)
+    divided = is_divided(loader, part) or reads_own_files(loader.dataset)
     if divided:  # it yields this worker's part already: only count its samples
         part = part.alone()
     if isinstance(loader.dataset, IterableDataset):
@@ -288,6 +364,11 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
     collated = loader.batch_sampler is not None
     place = "batch_sampler" if collated else "sampler"
     state[place] = ShardedBatchSampler(getattr(loader, place), part, collated=collated)
+    if loader.generator is None:
+        for sampler in state[place].samplers:
+            # torchdata's has drawn a seed of its own when it was made, on each worker another one.
+            if type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator"):
+                sampler.generator.manual_seed(part.seed)
     state["_number"] = 0 if part.takeover is None else part.takeover.number()
     if part.takeover is not None and part.takeover.in_rounds:
         state[place].deal(part.takeover, state["_number"])
@@ -303,14 +384,16 @@ def part_of(data: Any, part: LoaderPart) -> Any:
             "session.shard: got an IterableDataset, expected a DataLoader of it: shard the DataLoader, or divide "
             "the dataset by session.rank and session.world_size yourself"
         )
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        size = len(data)  # type: ignore[arg-type]  # map-style: has a length
+    if (isinstance(data, Dataset) and not isinstance(data, IterableDataset)) or is_table(data):
+        size = len(data)
         if part.aligned and size % part.world_size:
             raise ConfigError(
                 f"session.shard: got a Dataset of {size} samples; expected a multiple of the {part.world_size} "
                 "workers, since all workers must make the same number of steps. Shard a DataLoader of the dataset "
                 f"instead, or leave out {size % part.world_size} samples"
             )
+        if is_table(data):
+            return own_rows(data, part.rank, part.world_size)
         return Subset(data, part.of(range(size)))
     if isinstance(data, np.ndarray | torch.Tensor) and not part.split:
         return part.of(data)
@@ -319,6 +402,8 @@ def part_of(data: Any, part: LoaderPart) -> Any:
             "session.shard: got an iterable that session.shard returned; call shard once for each"
         )
     if are_file_names(data):
+        if part.ends is not None:
+            part.ends.files_divided = True
         return own_files(data, part.rank, part.world_size)
     if isinstance(data, Iterable) and not isinstance(data, str | bytes):
         return iterable_of(data, part)

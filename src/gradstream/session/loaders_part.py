@@ -122,13 +122,14 @@ class EpochSteps:
     Args:
         takeover: connection of the session to the coordinator.
         epoch: the epoch of one loader.
+        skipped: number of minibatches that the loop had taken when the state of the loader was saved.
     """
 
-    def __init__(self, takeover: Takeover, epoch: Epoch) -> None:
+    def __init__(self, takeover: Takeover, epoch: Epoch, skipped: int = 0) -> None:
         self._takeover = takeover
         self._epoch = epoch
         self._begin: int | None = None  # the first step
-        self._yielded = 0  # minibatches of this worker's own part
+        self._yielded = skipped  # minibatches of this worker's own part
         self._per_step: int | None = None  # minibatches per step; 0: the number varies
         self._asked: int | None = None  # the step for which the last block was taken over
         self._parts: list[int] = []  # number of minibatches of each worker, once needed

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.division import is_loading_pipeline, own_part_of
+from gradstream.session.division import is_loading_pipeline, own_part_of, reads_own_files, without_splitters
 from gradstream.session.loaders_part import CommonRandomState, LoaderPart, length_of, made_of
 from gradstream.untrusted import say
 from gradstream.worker.loop import LoopContext
@@ -41,6 +41,9 @@ class StreamEnds:
         bridge: returns what reaches the coordinator; None before the loop can make steps.
         made: returns numbers that change with every step that the loop makes, or skips in a resumed run.
         present: returns the ranks of the workers that make the rounds, alike on all of them.
+
+    Attributes:
+        files_divided: the script has divided names of files.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class StreamEnds:
         self.bridge = bridge
         self.made = made
         self.present = present
+        self.files_divided = False
         self._num_loaders = 0
 
     def number(self) -> int:
@@ -341,10 +345,23 @@ def stream_of(loader: DataLoader[Any], part: LoaderPart, *, divided: bool) -> Da
     Raises:
         ConfigError: the order of the minibatches would differ between workers.
     """
-    state = {**vars(loader), "_part": part, "_iterator": None, "_is_own": divided, "_common_random": None}
+    state = {
+        **vars(loader),
+        "dataset": without_splitters(loader.dataset),
+        "_part": part,
+        "_iterator": None,
+        "_is_own": divided,
+        "_common_random": None,
+    }
     state |= {"_number": 0 if part.ends is None else part.ends.number(), "_whole": None}
     if divided:
         return made_of(loader, ShardedStream, state)
+    if part.ends is not None and part.ends.files_divided:
+        raise ConfigError(
+            f"session.shard: the script has divided names of files before, and the {type(loader.dataset).__name__} "
+            "does not keep them as they were, so it may be divided twice, and samples lost. Shard either the names or "
+            "the loader; a loader of other data before the names"
+        )
     state["_common_random"] = CommonRandomState(part.seed)
     own = (
         None
@@ -416,11 +433,12 @@ class ShardedIterable(_Stream):
         self._loaded = dict(state)
 
 
-def iterable_of(batches: Iterable[Any], part: LoaderPart) -> ShardedIterable:
+def iterable_of(batches: Any, part: LoaderPart) -> ShardedIterable:
     """Makes a worker's part of an iterable of minibatches."""
-    own = None
-    if is_loading_pipeline(batches) and not part.split and part.world_size > 1:
-        own = own_part_of(batches, part.rank, part.world_size)
+    if not is_loading_pipeline(batches) or part.split or part.world_size == 1:
+        return ShardedIterable(batches, part)
+    is_own = reads_own_files(batches.pipeline[0].dataset)
+    own = own_part_of(batches, *((0, 1) if is_own else (part.rank, part.world_size)))
     if own is None:
         return ShardedIterable(batches, part)
     return ShardedIterable(own.dataset, part.alone(), is_own=True)
