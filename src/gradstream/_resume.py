@@ -260,12 +260,10 @@ def _on_workers(plan: RunPlan) -> str:
     """Names the optimizer state that no checkpoint has: that of workers that make their own steps; "" if none."""
     if not plan.trains_locally:
         return ""
-    if plan.optimizer_in_loop:
+    if plan.open_ended:
         return "the state of each loop's own optimizer, unless the script saves and loads it,"
     if plan.replicas:  # each worker's own, which the checkpoint has
         return ""
-    if plan.open_ended:
-        return "the state of each worker's own optimizer"
     names = ", ".join(plan.optimizer.state_names)
     return names and f"{names} of each worker's own {type(plan.optimizer).__name__}"
 

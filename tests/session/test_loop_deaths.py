@@ -240,7 +240,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradstream
 
 strategy, here, rank, at, where, sharded = json.loads(sys.argv[1])
-options = {"every": 3} if strategy == "local-sgd" else {}
+plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
+options = {"local-sgd": {"every": 3}, "diloco": {"every": 3, **plain}}.get(strategy, {})
 session = gradstream.join(strategy, strategy_options=options, workers=3)
 N, EPOCHS, USES = 8 * 13 + 3, 2, 60
 
@@ -324,6 +325,15 @@ def test_a_loop_goes_on_without_a_killed_worker_and_each_sample_counts_once_an_e
     assert "worker-1 was lost" in done.stderr
     assert "the others have taken over all that it had left" in done.stderr
     assert "accounted for  214 samples" in done.stdout + done.stderr
+
+
+@pytest.mark.limit_s(200)
+def test_the_others_take_over_where_servers_merge_what_workers_have_trained(tmp_path: Path) -> None:
+    done, left = train(tmp_path, "diloco", at=5, where="step")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(left) == 2
+    assert set(left[0]["used"]) == set(left[1]["used"]) == {2}
+    assert "the others have taken over all that it had left" in done.stderr
 
 
 @pytest.mark.limit_s(200)

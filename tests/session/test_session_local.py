@@ -1,4 +1,4 @@
-"""Loops of one's own that train alone between two exchanges: local SGD, gossip, push-sum, NoLoCo."""
+"""Loops of one's own that train alone between two exchanges: local SGD, gossip, push-sum, NoLoCo, DiLoCo and kin."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ OPTIMIZERS: list[Make] = [
     lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01),
     lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
 ]
+
+
+MEANS: list[Callable[[int], gs.Strategy]] = [
+    lambda every: gs.LocalSGD(every=every),
+    lambda every: gs.ParameterAveraging(every=every),
+    lambda every: gs.DiLoCo(every=every, outer_lr=1.0, outer_momentum=0.0),
+    lambda every: gs.StreamingDiLoCo(
+        every=every, fragments=1, delay=0, mixing=0.0, outer_lr=1.0, outer_momentum=0.0
+    ),
+]
+"""Strategies under which workers get the mean of all after `every` steps."""
 
 
 def values(model: nn.Module) -> Values:
@@ -73,8 +84,11 @@ def check(found: list[Values], expected: Values) -> None:
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("every", [1, 3])
-def test_local_sgd_is_the_mean_of_what_each_optimizer_made(make: Make, every: int) -> None:
-    check(in_two(gs.LocalSGD(every=every), plain(make, 8)), by_hand(make, every, 8))
+@pytest.mark.parametrize("strategy", MEANS)
+def test_local_sgd_is_the_mean_of_what_each_optimizer_made(
+    make: Make, every: int, strategy: Callable[[int], gs.Strategy]
+) -> None:
+    check(in_two(strategy(every), plain(make, 8)), by_hand(make, every, 8))
 
 
 @pytest.mark.parametrize("strategy", [gs.strategies.Gossip(every=3), gs.strategies.PushSum(every=3)])
@@ -92,8 +106,10 @@ def test_one_worker_is_the_optimizer_alone(strategy: gs.Strategy) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_the_outer_optimizer_is_diloco_without_servers() -> None:
-    strategy = gs.LocalSGD(every=2, outer_lr=0.7, outer_momentum=0.9)
+@pytest.mark.parametrize(
+    "strategy", [gs.LocalSGD(every=2, outer_lr=0.7, outer_momentum=0.9), gs.DiLoCo(every=2)]
+)
+def test_the_outer_optimizer_is_diloco_with_servers_or_without(strategy: gs.Strategy) -> None:
     models, begun = [net(), net()], net()
     made = [momentum(model) for model in models]
     outer = torch.optim.SGD(begun.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -135,7 +151,10 @@ def test_workers_weigh_by_their_samples_and_end_when_they_like() -> None:
         assert torch.equal(first[name], second[name])
 
 
-def test_what_the_script_changes_between_two_steps_is_in_the_exchange() -> None:
+@pytest.mark.parametrize("strategy", MEANS)
+def test_what_the_script_changes_between_two_steps_is_in_the_exchange(
+    strategy: Callable[[int], gs.Strategy],
+) -> None:
     def change(model: nn.Sequential, number: int, begun: int) -> None:
         if number == begun:  # the first step of two
             clamp(model, momentum(model))
@@ -155,7 +174,7 @@ def test_what_the_script_changes_between_two_steps_is_in_the_exchange() -> None:
         for number in steps(model, momentum(model), range(rank, rank + 2)):
             change(model, number, rank)
     to_mean(models)
-    check(in_two(gs.LocalSGD(every=2), loop), values(models[0]))
+    check(in_two(strategy(2), loop), values(models[0]))
 
 
 def test_an_evaluation_sees_the_mean_of_the_last_round() -> None:
@@ -176,7 +195,8 @@ def test_an_evaluation_sees_the_mean_of_the_last_round() -> None:
     assert any(not torch.equal(first[name], second[name]) for name in mean)
 
 
-def test_several_models_and_optimizers_have_one_round() -> None:
+@pytest.mark.parametrize("strategy", MEANS)
+def test_several_models_and_optimizers_have_one_round(strategy: Callable[[int], gs.Strategy]) -> None:
     def models() -> tuple[nn.Sequential, nn.Sequential]:
         return net(), net()
 
@@ -194,12 +214,15 @@ def test_several_models_and_optimizers_have_one_round() -> None:
         session.close()
         return {**values(first), **{f"second.{name}": value for name, value in values(second).items()}}
 
-    found = in_two(gs.LocalSGD(every=2), loop)
+    found = in_two(strategy(2), loop)
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name])
 
 
-def test_two_optimizers_of_one_backward_step_before_the_exchange() -> None:
+@pytest.mark.parametrize("strategy", MEANS)
+def test_two_optimizers_of_one_backward_step_before_the_exchange(
+    strategy: Callable[[int], gs.Strategy],
+) -> None:
     def make(model: nn.Sequential) -> list[torch.optim.Optimizer]:
         return [
             torch.optim.SGD(model[0].parameters(), lr=0.05),
@@ -227,7 +250,7 @@ def test_two_optimizers_of_one_backward_step_before_the_exchange() -> None:
         for rank in range(2):
             go(models[rank], make(models[rank]), range(begin + rank, begin + rank + 2))
         to_mean(models)
-    check(in_two(gs.LocalSGD(every=2), loop), values(models[0]))
+    check(in_two(strategy(2), loop), values(models[0]))
 
 
 def test_an_optimizer_that_makes_fewer_steps_is_not_waited_for() -> None:

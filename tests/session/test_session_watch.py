@@ -79,7 +79,7 @@ def test_the_step_after_a_change_of_parameters_is_refused(change: Change, part: 
     assert fused or "synchronous" in str(caught.value) or "before session.wrap" in str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", [gs.ParameterAveraging(every=4), gs.SSP(bound=1), gs.DiLoCo(every=4)])
+@pytest.mark.parametrize("strategy", [gs.ParameterAveraging(state="averaged"), gs.SSP(bound=1)])
 def test_under_other_strategies_likewise(strategy: gs.Strategy) -> None:
     with pytest.raises(ConfigError, match="written to in place"):
         loop_in_threads(lambda session: train(session, change=clamp), strategy=strategy, deadlines=DEADLINES)

@@ -5,9 +5,9 @@
 
 The loop stays as it is. A worker in another thread of the same process exchanges gradients or parameters, depending
 on the strategy: `synchronous` and `allreduce` average the gradients at the end of each backward; under `local-sgd`,
-`gossip`, `push-sum` and `noloco` the script's optimizer makes H steps, the last of which returns with the parameters
-of the next round; the other strategies take gradients at `optimizer.step()`, which returns with the parameters of the
-next step. In a script run by plain `python`, a session does nothing.
+`gossip`, `push-sum`, `noloco`, `diloco` and its kin the script's optimizer makes H steps, the last of which returns
+with the parameters of the next round; the other strategies take gradients at `optimizer.step()`, which returns with the
+parameters of the next step. In a script run by plain `python`, a session does nothing.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Session:
         `synchronous` and `allreduce` return both unchanged. The model's state is copied from worker 0. After each
         backward, `p.grad` is the mean over the samples of all workers, and every worker's optimizer makes the step.
 
-        `local-sgd`, `gossip`, `push-sum` and `noloco` return both unchanged too: your optimizer makes every step on
-        this worker's own parameters, which are exchanged after every H steps, with any changes that the script has
-        made in between. All workers begin with worker 0's parameters.
+        `local-sgd`, `gossip`, `push-sum`, `noloco`, `diloco` and its kin, elastic and parameter averaging return both
+        unchanged too: your optimizer makes every step on this worker's own parameters, which are exchanged after every
+        H steps, with any changes that the script has made in between. All workers begin with worker 0's parameters.
 
         Other strategies return an optimizer that exchanges parameters. They train your optimizer's parameters that
         require a gradient. Buffers and frozen parameters remain separate on each worker; a saved model has the mean
@@ -98,8 +98,8 @@ class Session:
         Waits until all workers have called it.
 
         Args:
-            model: a module. Under `synchronous` and `allreduce` also a list or tuple of modules; under other
-                strategies in main memory, with float32 or float64 parameters.
+            model: a module. Under strategies that return the optimizer unchanged also a list or tuple of modules;
+                under all but `synchronous` and `allreduce` in main memory, with float32 or float64 parameters.
             optimizer: any optimizer but LBFGS, or a list or tuple of them. Under strategies that return another
                 optimizer, the servers make the updates of `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad`, with the
                 current learning rate of `param_groups`; wrap such an optimizer before its first step. Any other

@@ -24,6 +24,7 @@ from typing_extensions import override
 from gradstream.checkpoint.layouts import keep_configs
 from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
+from gradstream.job.overrides import text_of_optimizer
 from gradstream.job.plan import worker_name
 from gradstream.job.registry import find_codec, find_strategy
 from gradstream.job.traits import traits_of_codec
@@ -45,12 +46,12 @@ from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import around_each_step, as_list, take_over
 from gradstream.session.replica import ReplicaBinding
 from gradstream.session.roster import Roster
-from gradstream.session.rules import description_of
+from gradstream.session.rules import STEPS, description_of, objection
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
 from gradstream.session.streams import StreamEnds
-from gradstream.strategies.base import GroupStrategy, PeerStrategy, Strategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 from gradstream.traits import refuse
 
 # ---- early barrier -----------------------------------------------------------------------
@@ -253,7 +254,7 @@ class WorkerSession(Session):
         if self._averages_gradients:
             self._wrap_replicas(modules, optimizers)
             return model, optimizer
-        if self._strategy.local_rounds:
+        if self._strategy.local_rounds or self._moves_own_parameters:
             self._wrap_local(modules, optimizers)
             return model, optimizer
         if len(modules) != 1 or len(optimizers) != 1:
@@ -316,8 +317,13 @@ class WorkerSession(Session):
             joined, list(trained.values()), in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
         )
         self._optimizers = optimizers
-        bridge = self._begin(binding, description_of(*optimizers))
-        one_round = LocalRound(bridge, self._strategy.local_steps, binding, len(optimizers))
+        in_rounds = (
+            self._strategy.local_rounds
+        )  # else the worker hears of each step, and exchanges when it likes
+        bridge = self._begin(binding, description_of(*optimizers) if in_rounds else text_of_optimizer(STEPS))
+        one_round = LocalRound(
+            bridge, self._strategy.local_steps if in_rounds else 1, binding, len(optimizers)
+        )
         self._round = one_round
 
         def made(optimizer: TorchOptimizer, loss: float) -> None:
@@ -627,6 +633,13 @@ class WorkerSession(Session):
     def _averages_gradients(self) -> bool:
         """Whether the workers exchange only gradients, and the loop's own optimizer makes each step."""
         return self._strategy.gives_mean
+
+    @property
+    def _moves_own_parameters(self) -> bool:
+        """Whether each worker trains parameters of its own and the servers merge them, without optimizers' states."""
+        strategy = self._strategy
+        own = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients"
+        return own and not objection(strategy, self.world_size)
 
     @property
     def _in_pairs(self) -> bool:

@@ -68,14 +68,18 @@ class Averaged(Barrier):
         Raises:
             UserCodeError: the numbers of `combine` have no finite, positive sum.
         """
-        raw = self._raw(update)
+        there = [one for one in update if not one.empty]  # without users' loops that have ended
+        if not there:
+            return [0.0] * len(update)
+        raw = self._raw(there)
         total = math.fsum(raw)
-        if len(raw) != len(update) or not (math.isfinite(total) and total > 0.0):
+        if len(raw) != len(there) or not (math.isfinite(total) and total > 0.0):
             raise UserCodeError(
-                f"combine returned the weights {list(raw)} for the parameters of {len(update)} workers; expected a "
+                f"combine returned the weights {list(raw)} for the parameters of {len(there)} workers; expected a "
                 "finite number for each worker, with a sum above 0"
             )
-        return [weight / total for weight in raw]
+        weights = iter(raw)
+        return [0.0 if one.empty else next(weights) / total for one in update]
 
     def _raw(self, update: Sequence[PushHeader]) -> Sequence[float]:
         if self.combine == "mean":

@@ -28,6 +28,7 @@ from gradstream.server.client.push import Update
 from gradstream.strategies import api
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.replica import PausableGate, Replica, ReplicaContext, vector_of
+from gradstream.worker.schedule import Schedule
 from gradstream.worker.server.next_update import ElasticPull, LocalStep, NextUpdate, add_scaled
 from gradstream.worker.server.stand_in import PresentRound, StandIn
 from gradstream.worker.updater import Updater
@@ -387,11 +388,17 @@ class ServerReplica(Replica):
             pushed = self._pushed = self._pushed or self._allocate("parameters as pushed")
             await self._work(lambda: pushed.tensor.copy_(parameters.tensor), [parameters], [pushed])
         await self._work(subtract, [parameters], [start], _work_of(ranges))
-        return self._take_own(start, chunks)
+        return self._without_ended_loop(self._take_own(start, chunks))
 
     def take_parameters(self) -> Update:
         """See `strategies.api.ServerWorker`."""
-        return self._take_own(self.parameters)
+        return self._without_ended_loop(self._take_own(self.parameters))
+
+    def _without_ended_loop(self, update: Update) -> Update:
+        """Contributes nothing to an exchange for which a user's loop has made no step, since it has ended."""
+        if not update.samples and not isinstance(self._context.schedule, Schedule):
+            update.vector, update.num_gradients = None, 1  # 1: the others wait for it
+        return update
 
     def _take_own(self, vector: Vector, chunks: Sequence[int] | None = None) -> Update:
         self._next.update.vector, self._next.update.base_version = vector, self._base
