@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +42,14 @@ class Scripted:
     def begin(self, context: LoopContext) -> None:
         self.skip = context.replica.step
         self.begin_at = sum(self.sizes[: self.skip])
+        self.contributed: Counter[int] = Counter()
 
     averages_gradients = False
     behind = None
     left = None
+    stays_out = False
 
-    def members(self, ranks: Sequence[int], number: int) -> None:
+    def members(self, ranks: Sequence[int], number: int, entered: Sequence[int] = ()) -> None:
         self.there = list(ranks)
 
     def again(self, current: Round) -> Turn:

@@ -310,7 +310,7 @@ def own_loops() -> tuple[OwnLoops, v1.Node]:
     )  # fmt: skip
     snapshots = SnapshotRounds(progress, nodes, None, OrphanedPushes(progress, nodes, redoes=False))
     life = Lifecycle(started, nodes, progress, snapshots, LossTolerance(survives_worker_loss=True))
-    return OwnLoops(ledger, 2, life), v1.Node(name="worker-0", role="worker")
+    return OwnLoops(ledger, life), v1.Node(name="worker-0", role="worker")
 
 
 def test_a_worker_that_was_done_leaves_nothing() -> None:

@@ -35,8 +35,9 @@ METHOD = "state"
 PIECE_BYTES = 1 << 20
 """Bytes of the file in one frame."""
 
-FIXED, LAST = b"fixed", b"last"
-"""The requests for frozen parameters, and for the state after the worker's last minibatch."""
+FIXED, LAST, ENTRY = b"fixed", b"last", b"entry"
+"""The requests for frozen parameters, for the state after the worker's last minibatch, and for all that a newcomer to
+users' own loops needs."""
 
 STEP_DIGITS = 18
 """The most digits of a step in a request."""
@@ -118,6 +119,7 @@ def serve(
     state: Callable[[int | None], Awaitable[OwnState]],
     fixed: Callable[[], Awaitable[OwnState]],
     last: Callable[[], Awaitable[OwnState]],
+    entry: Callable[[], Awaitable[OwnState]],
 ) -> None:
     """Serves the worker's own state.
 
@@ -126,8 +128,9 @@ def serve(
             returns the current one.
         fixed: returns the frozen parameters in place of buffers.
         last: returns the state after the worker's last minibatch, once it is done.
+        entry: returns what a newcomer needs.
     """
-    named = {FIXED: fixed, LAST: last}
+    named = {FIXED: fixed, LAST: last, ENTRY: entry}
 
     async def answer(stream: Stream) -> None:
         asked = v1.Body.FromString(stream.opened.body).data
@@ -179,6 +182,7 @@ async def ask(
     step: int | None = None,
     fixed: bool = False,
     last: bool = False,
+    entry: bool = False,
     besides_bytes: int = 0,
     silence_s: float = 30.0,
 ) -> OwnState:
@@ -190,6 +194,7 @@ async def ask(
             buffers may have other shapes by now.
         step: asks for the state after this many steps, if the worker still has it; None for the current one.
         fixed: whether to ask for the frozen parameters.
+        entry: whether to ask for what a newcomer needs, which has the frozen parameters too.
         last: whether to ask for the state after the worker's last minibatch, which it may still be about to finish.
         besides_bytes: size of what the caller holds besides `expected`, such as the parameters that a loop begins with.
         silence_s: seconds of silence of the worker after which DeadlineError is raised.
@@ -199,8 +204,14 @@ async def ask(
         RefusedError: the answer has other frozen parameters, or too many bytes.
     """
     known_bytes = besides_bytes + sum(spec.size_bytes for spec in expected)
+    fixed |= entry
     limit_bytes = HEADER_BYTES + (known_bytes * EXTRA_FACTOR if fixed else known_bytes + GROWTH_BYTES)
-    request = FIXED if fixed else LAST if last else b"" if step is None else str(step).encode()
+    limit_bytes += (
+        GROWTH_BYTES if entry else 0
+    )  # what the script has registered is known to the other worker alone
+    request = (
+        ENTRY if entry else FIXED if fixed else LAST if last else b"" if step is None else str(step).encode()
+    )
     data = await receive_file(endpoint, worker, METHOD, request, limit_bytes, silence_s)
     try:
         return OwnState.decode(data, expected if fixed else None)  # a model may make its buffers anew

@@ -90,7 +90,7 @@ class Admission(Lead):
                 f"{node.name} runs gradstream {request.software}, expected {__version__}: "
                 "install the same version everywhere",
             )
-        if node.name not in self._nodes.missing or node.name != f"{node.role}-{node.rank}":
+        if not self._nodes.expects(node):
             return self._name_objection(node)
         if closed:
             return Refuse(v1.NOT_MEMBER, f"{node.name}: {closed}")

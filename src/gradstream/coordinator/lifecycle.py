@@ -44,6 +44,7 @@ class LossTolerance:
             "replicated" on another shard; where it is "applied", the run ends.
         skips_lost: rounds go on without a lost worker, whose part of them is skipped: see `stand_ins`.
         regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
+        grows: more workers may come than there were at the beginning.
     """
 
     survives_worker_loss: bool
@@ -55,6 +56,7 @@ class LossTolerance:
     stands_in: bool = False
     skips_lost: bool = False
     regroups: bool = False
+    grows: bool = False
     keeps_shards: str = ""
     acknowledge: Literal["applied", "logged", "replicated"] = "applied"
 

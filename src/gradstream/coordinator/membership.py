@@ -34,6 +34,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import SampleProgress, ref_of
 from gradstream.coordinator.registry import CoordinatorPlan, leads_of
 from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import unjoined
 from gradstream.errors import PeerLostError
 from gradstream.runtime.deadlines import to_wait_longer
@@ -288,7 +289,7 @@ class Membership:
         if node is None or self.life.over:
             return []
         if beat.HasField("failure"):
-            return self._failed(who, beat.failure)
+            return self._failed(node, beat.failure, at_s)
         if beat.leaves:
             self.nodes.leaving.add(who)
         if beat.finished:
@@ -309,10 +310,16 @@ class Membership:
                 out += lead.on_progress(at_s)
         return out
 
-    def _failed(self, who: str, failure: v1.Failure) -> list[Instruction]:
-        """Ends the run: a member cannot go on."""
+    def _failed(self, node: v1.Node, failure: v1.Failure, at_s: float) -> list[Instruction]:
+        """Ends the run: a member cannot go on. A newcomer that has contributed nothing yet is lost alone."""
+        ledger = self.progress.ledger
+        is_new = node.role == "worker" and isinstance(ledger, OpenLedger) and ledger.enters(node.rank)
+        if is_new and not failure.culprit:
+            error = escaped(failure.error, NAME_BYTES)
+            text = escaped(failure.message, MESSAGE_BYTES, newlines=True)
+            return self.lost(node.name, f"it could not begin: {error}: {text}", at_s)
         return self.life.abort(
-            failure.culprit or who,
+            failure.culprit or node.name,
             escaped(failure.error, NAME_BYTES),
             escaped(failure.message, MESSAGE_BYTES, newlines=True),
             escaped(failure.traceback, TRACEBACK_BYTES, newlines=True),

@@ -15,6 +15,10 @@ COORDINATOR = "coordinator"
 """The name of the coordinator, which every endpoint knows."""
 
 
+MOST_WORKERS = 1 << 16
+"""The highest rank of a worker that comes to a run that has begun, plus one."""
+
+
 class _Workers(NamedTuple):
     """The workers among some members, by rank: looked up at each beat of thousands."""
 
@@ -32,6 +36,7 @@ class Nodes(Lead):
         parts: number of processes of each worker's replica.
         before: the nodes before the boundary after which these begin; None at the run's beginning.
         alike: whether every replica holds all vectors, so that any of them can write a checkpoint.
+        grows: whether more workers may come, once training has begun.
 
     Attributes:
         placement: the shards that hold the parameters.
@@ -79,6 +84,7 @@ class Nodes(Lead):
         before: Nodes | None = None,
         *,
         alike: bool = False,
+        grows: bool = False,
     ) -> None:
         self.epoch = 0
         self.first_epoch: int = 1 if before is None else max(before.first_epoch, before.epoch) + 1
@@ -88,6 +94,7 @@ class Nodes(Lead):
         self.num_workers = num_workers
         self.parts = parts
         self._alike = alike
+        self._grows = grows
         self.placement = Placement(0, num_servers)
         self.newcomers: Placement | None = None
         self.handing_over = False
@@ -118,6 +125,13 @@ class Nodes(Lead):
     def missing_shards(self) -> list[str]:
         """Names of the shards that should hold parameters, and are not members."""
         return [name for name in self.placement.names if name not in self._nodes]
+
+    def expects(self, node: v1.Node) -> bool:
+        """Whether a node of this name and rank may be a member, and is none."""
+        if node.name in self._nodes or node.name != f"{node.role}-{node.rank}":
+            return False
+        grows = self._grows and self.epoch > 0 and node.role == "worker"
+        return node.name in self.missing or (grows and self.num_workers <= node.rank < MOST_WORKERS)
 
     def awaits(self, name: str) -> bool:
         """Whether a node of this name is one of the shards that are about to hold the parameters."""

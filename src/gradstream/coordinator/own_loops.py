@@ -27,7 +27,6 @@ class OwnLoops(Lead):
 
     Args:
         ledger: the minibatches of the run.
-        num_workers: number of workers.
         life: no answer waits in a run that is over.
     """
 
@@ -37,10 +36,14 @@ class OwnLoops(Lead):
 
     REQUESTS: ClassVar = {"ending": v1.Ending, "take_over": v1.TakeOver}
 
-    def __init__(self, ledger: Ledger | OpenLedger, num_workers: int, life: Lifecycle) -> None:
+    def __init__(self, ledger: Ledger | OpenLedger, life: Lifecycle) -> None:
         self._ledger = ledger
-        self._num_workers = num_workers
         self._life = life
+
+    @property
+    def _num_workers(self) -> int:
+        ledger = self._ledger
+        return ledger.num_workers if isinstance(ledger, OpenLedger) else ledger.plan.num_workers
 
     @override
     def check(self, node: v1.Node, kind: str, report: v1.Begun) -> None:

@@ -92,9 +92,10 @@ class SampleProgress(Lead):
 
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
         """Allows a worker that replaces a lost one to get minibatches."""
-        if node.role == "worker":
-            assert isinstance(self.ledger, Ledger)  # `LossTolerance.replaces`
+        if node.role == "worker" and isinstance(self.ledger, Ledger):
             self.ledger.leases.rejoined(node.rank)
+        elif node.role == "worker" and isinstance(self.ledger, OpenLedger):
+            self.ledger.come(node.rank)
         return []
 
     def on_absent(self, rank: int) -> list[Instruction]:

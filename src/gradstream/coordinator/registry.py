@@ -87,7 +87,9 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
     started, losses, ledger, test = plan.started, plan.losses, plan.ledger, plan.variance_test
     planned = isinstance(ledger, Ledger)
     alike = losses.regroups_after_loss
-    nodes = Nodes(started.workers, started.servers, plan.parts, plan.boundary.before, alike=alike)
+    nodes = Nodes(
+        started.workers, started.servers, plan.parts, plan.boundary.before, alike=alike, grows=losses.grows
+    )
     admission = Admission(nodes, plan.resume)
     progress = SampleProgress(ledger, started.num_samples, plan.resume, in_rounds=started.in_rounds)
     orphans = OrphanedPushes(progress, nodes, redoes=losses.redoes and planned)
@@ -123,7 +125,7 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
             life.abort,
             whole_rounds=started.in_rounds and not started.servers and not losses.skips_lost,
         ),
-        OwnLoops(ledger, started.workers, life),
+        OwnLoops(ledger, life),
         EpochParts(ledger, life),
         progress,
         orphans,

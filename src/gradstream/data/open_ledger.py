@@ -34,11 +34,31 @@ class LoopSequence(Receipts):
     total: int | None = None  # number of minibatches, once the worker is without data
     samples: int = 0
     lost: bool = False
+    returned: bool = False  # a new process has taken its place
+    enters: bool = False  # and has no receipt yet
+    missed: int = 0  # rounds in which the worker took no part
 
     @property
     def is_through(self) -> bool:
         """Whether the worker is without data, and all of its minibatches have receipts."""
         return self.total is not None and self.low >= self.total
+
+    @property
+    def num_steps(self) -> int:
+        """Number of minibatches with a receipt."""
+        return self.count - self.missed
+
+    def come(self) -> None:
+        """Notes that a process of the worker begins with a later round."""
+        self.returned |= self.lost
+        self.lost, self.enters, self.total = False, True, None
+
+    def add(self, k: int) -> bool:
+        """See `Receipts`."""
+        if self.enters and k >= self.low:
+            self.enters, self.missed = False, self.missed + k - self.count
+            self.low, self.ahead = k, set()
+        return Receipts.add(self, k)
 
     @property
     def accounted(self) -> bool:
@@ -118,11 +138,13 @@ class OpenLedger:
     @property
     def num_receipts(self) -> int:
         """The number of minibatches with a receipt."""
-        return sum(sequence.count for sequence in self._sequences)
+        return sum(sequence.num_steps for sequence in self._sequences)
 
     @property
     def num_rounds(self) -> int:
-        """The mean number of receipts of a worker."""
+        """The number of rounds; where workers go on by themselves, the mean number of receipts of one."""
+        if self._rounds:
+            return max(sequence.count for sequence in self._sequences)
         return self.num_receipts // len(self._sequences)
 
     def progress(self) -> DataProgress:
@@ -150,14 +172,15 @@ class OpenLedger:
             Whether the run is over for it. False: it takes part in `next_round`. None: it waits for others.
         """
         sequence = self._sequences[rank]
-        sequence.total, sequence.samples = batches, samples
-        self.reassignment.ended(rank, batches)
+        sequence.total, sequence.samples = batches, max(samples, sequence.samples if sequence.returned else 0)
+        if not self._rounds:
+            self.reassignment.ended(rank, batches)
         if left is not None:
             self._own_data = bool(self._own_data) or left.own_data
             for other, batches in left.batches.items():  # whoever ended early may know of fewer
                 self._left[other] = max(batches, self._left.get(other, 0))
             for other, contributed in left.contributed.items():
-                if self._sequences[other].lost:
+                if self._sequences[other].lost or self._sequences[other].returned:
                     self._sequences[other].samples = max(self._sequences[other].samples, contributed)
         if not self._rounds:
             return True if self.finished else None
@@ -179,8 +202,8 @@ class OpenLedger:
         """Whether this may be a minibatch of the worker: of its own part, and not far ahead of its receipts."""
         if worker != ref.partition or ref.epoch != 0 or not 0 <= ref.partition < len(self._sequences):
             return False
-        sequence = self._sequences[ref.partition]
-        return 0 <= ref.batch < sequence.count + MAX_AHEAD
+        most = max(sequence.count for sequence in self._sequences)  # a newcomer begins where the others are
+        return 0 <= ref.batch < most + MAX_AHEAD
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of a worker is in the model. Returns True the first time."""
@@ -204,8 +227,24 @@ class OpenLedger:
     def lost(self, rank: int) -> int:
         """Notes that a worker is lost. Others ask for its minibatches (see `reassignment`). Returns 0."""
         self._sequences[rank].lost = True
-        self.reassignment.lost(rank)
+        if not self._rounds:  # else the loops know by themselves what was left
+            self.reassignment.lost(rank)
         return 0
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that have ever been there."""
+        return len(self._sequences)
+
+    def come(self, rank: int) -> None:
+        """Notes that a worker has come to the run, which has begun: in the place of a lost one, or a further one."""
+        while len(self._sequences) <= rank:  # whoever has a rank in between has not come yet
+            self._sequences.append(LoopSequence(total=0))
+        self._sequences[rank].come()
+
+    def enters(self, rank: int) -> bool:
+        """Whether a worker has come to a run that had begun, and is in no round yet."""
+        return self._sequences[rank].enters
 
     def pushed(self, rank: int, shard: str, gradients: int, num_shards: int) -> None:
         """Takes a shard's report of how many gradients of a lost worker it has. The reports of all count as receipts.
@@ -229,12 +268,14 @@ class OpenLedger:
 
     def losses(self) -> list[LostSamples]:
         """The samples of lost workers that had not finished their parts; none in rounds of which no loop knows that."""
-        lost = [(rank, sequence) for rank, sequence in enumerate(self._sequences) if sequence.lost]
+        ranked = list(enumerate(self._sequences))
+        lost = [(rank, sequence) for rank, sequence in ranked if sequence.lost]
         if self._rounds:
-            known = [] if self._own_data is None else [one for one in lost if not one[1].is_through]
+            known = [one for one in ranked if one[1].returned or (one[1].lost and not one[1].is_through)]
             missing = {rank: None if self._own_data else self._left.get(rank, 0) for rank, _ in known}
             return [
-                LostSamples(rank, sequence.count, missing[rank], is_exact=False) for rank, sequence in known
+                LostSamples(rank, sequence.num_steps, missing[rank], is_exact=False)
+                for rank, sequence in (known if self._own_data is not None else [])
             ]
         return [
             LostSamples(rank, sequence.count, self.reassignment.missing(rank), self._twice.get(rank, 0))
@@ -247,7 +288,7 @@ class OpenLedger:
 
         Loops over loaders of `shard` have about the same length, unless a worker has taken over a block.
         """
-        if any(sequence.lost for sequence in self._sequences):
+        if any(sequence.lost or sequence.returned for sequence in self._sequences):
             return {}
         totals = [max(0, (sequence.total or 0) - self._first) for sequence in self._sequences]
         longest = max(totals)

@@ -51,11 +51,12 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         quarantine_after=sys.maxsize if plan.strategy.in_passes else plan.job.quarantine_after,
         obstacle=why_not,
         redoes=redoes and not why_not,
-        stands_in=rounds and not why_not and not pairs,
+        stands_in=rounds and not why_not and not pairs and not loops_go_on,
         skips_lost=pairs or loops_go_on,
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.job.acknowledge,
         regroups=grouped,
+        grows=loops_go_on and not why_not,
     )
 
 

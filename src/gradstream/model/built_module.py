@@ -153,6 +153,12 @@ def extra_of(model: object) -> Mapping[str, np.ndarray[Any, Any]]:
     return {} if give is None else give()
 
 
+def entry_of(model: object) -> Mapping[str, np.ndarray[Any, Any]]:
+    """What a newcomer to users' own loops needs besides `fixed_of` and `extra_of`; {} for a model without it."""
+    give = getattr(model, "entry_state", None)
+    return {} if give is None else give()
+
+
 def load_fixed(model: object, frozen: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Sets frozen parameters, and the state that `extra_of` has returned, if the model has a method for it.
 

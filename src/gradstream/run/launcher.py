@@ -281,6 +281,8 @@ class Launcher:
         """Notes a node that came with its machine or, if there is an error, was lost with it."""
         if not error:
             self._ended.forget(name)
+            if name not in self._others:  # the run grows
+                self._others.append(name)
             return
         if name not in self._ended.statuses:
             self._comebacks.ended(name)

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -253,7 +254,8 @@ async def _run(
 
                 return build_shard(plan, runtime, endpoint, int(rank), model, clock=clock).run
             worker = build_replica(plan, runtime, endpoint, model, clock=clock, carried=carried)
-            if losses_of(plan).replaces and core is None:
+            is_main = threading.current_thread() is threading.main_thread()  # else a user's script has it
+            if losses_of(plan).replaces and core is None and is_main:
                 return partial(_until_sigterm, worker.run, worker.drain)
             return worker.run
 

@@ -52,6 +52,11 @@ class WorkerPlacement:
         known = ["--spec", self.spec, "--name", worker_name(self.rank), "--coordinator", self.coordinator]
         return [*known, *self.network]
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the run had begun when this process was started."""
+        return "--clock" in self.network
+
     def node_spec(self) -> NodeSpec:
         """Reads the specification of all nodes."""
         return NodeSpec.read(Path(self.spec))
@@ -148,16 +153,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--credentials", required=True, help="file with credentials, made by the launcher")
     parser.add_argument("--listen", default="127.0.0.1:0", help="address to listen on")
     parser.add_argument("--insecure", action="store_true", help="plain text on other interfaces")
+    parser.add_argument("--clock", help="time at which the run began, in nanoseconds, if it has begun")
     parser.add_argument("--report-fd", type=int, help="file descriptor for reports to the launcher")
     arguments = parser.parse_args(argv)
     say = say_to(arguments.report_fd)
     spec = NodeSpec.read(arguments.spec)
-    rank, size = int(arguments.name.rpartition("-")[2]), int(spec.plain["workers"])
+    rank = int(arguments.name.rpartition("-")[2])
+    size = max(rank + 1, int(spec.plain["workers"]))  # more workers may come
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     master, own = Address.parse(spec.meeting, "meeting"), Address.parse(arguments.listen, "--listen")
     set_environment(rank, size, spec.per_machine, (master.host, master.port), own.host)
     network = ["--listen", arguments.listen, "--credentials", arguments.credentials]
     network += ["--insecure"] if arguments.insecure else []
+    network += ["--clock", arguments.clock] if arguments.clock else []
     assign(WorkerPlacement(rank, size, str(arguments.spec), arguments.coordinator, network))
     if rank == 0:
         sys.stdout = _Tee(sys.stdout, say)

@@ -58,6 +58,15 @@ class ReplicaAgreement:
         self._since = 0  # step of the last agreement
         self._made = 0  # number of agreements
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """What a newcomer has to know of earlier steps."""
+        return self._suspect, self._since, self._made
+
+    @place.setter
+    def place(self, place: tuple[str, int, int]) -> None:
+        self._suspect, self._since, self._made = place
+
     def suspect(self, names: str) -> None:
         """Records that the checksums of these parameters differ. Every worker calls it in the same round."""
         self._suspect = names
@@ -201,6 +210,15 @@ class Digest:
         self._begin = 0
         self._index = 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the next piece begins."""
+        return self._begin, self._index
+
+    @place.setter
+    def place(self, place: tuple[int, int]) -> None:
+        self._begin, self._index = place
+
     def next(self) -> tuple[str, int]:
         """Returns (names of the covered parameters, for messages; their 32-bit checksum)."""
         first, left, digest, names = self._index, self.PIECE_ELEMS, 0, list[str]()
@@ -286,6 +304,19 @@ class GradientRounds:
         self._loss = loss
         self.agreement = ReplicaAgreement(wrapped, vector, bridge)
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
+        self._before = self._numbers()
+
+    def saved(self) -> list[Any]:
+        """The numbers in which all workers agree, before the round that is under way."""
+        return self._before
+
+    def load(self, saved: Sequence[Any]) -> None:
+        """Goes on from what `saved` of another worker has returned."""
+        self._rounds, self.steps, digest, agreement = saved
+        self._digest.place, self.agreement.place = tuple(digest), tuple(agreement)
+
+    def _numbers(self) -> list[Any]:
+        return [self._rounds, self.steps, self._digest.place, self.agreement.place]
 
     def exchange(
         self,
@@ -311,6 +342,7 @@ class GradientRounds:
             ReplicasDifferError: the workers are not at the same point of the same training.
         """
         vector, total = self._vector, len(self._wrapped.parameters)
+        self._before = self._numbers()
         name, digest = self._digest.next()
         checks = [self._rounds, self.steps, 0, 0]
         flags = [[float(index in flagged) for index in range(total)] for flagged in (fired, broken, present)]

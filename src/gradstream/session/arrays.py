@@ -265,13 +265,14 @@ class ArrayReplicaBinding(GradientBinding):
         return Fixed({name: array.copy() for name, array in self._arrays.items()})
 
     def extra(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """See `model.built_module.extra_of`."""
+        """See `model.built_module.extra_of`: the update rule's state too."""
         rule = self._updates.state
         state = {f"{EXTRA}rule.{name}": vector.numpy().copy() for name, vector in rule.items()}
-        return {**state, STEPS: np.array(self._updates.steps)}
+        return {**super().extra(), **state, STEPS: np.array(self._updates.steps)}
 
     @override
     def load_fixed(self, frozen: Buffers) -> None:
+        super().load_fixed(frozen)
         for name, value in frozen.items():
             if name in self._arrays:
                 self._arrays[name][...] = value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +23,17 @@ from gradstream.model.built_module import Fixed, check_untied, named, unwrapped
 from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 
+if TYPE_CHECKING:
+    from gradstream.session.entry import SessionEntry
+
 
 class ParameterBinding(ABC):
     """Presents the parameters of a user's loop to the run as a `Model` whose gradients the loop computes."""
 
     reduction: Reduction = "mean"
     layout: Layout
+    entry: SessionEntry | None = None
+    """The session's own state, which a newcomer needs too."""
 
     @abstractmethod
     def init(self, seed: int, parameters: torch.Tensor) -> None:
@@ -45,6 +50,14 @@ class ParameterBinding(ABC):
         Raises:
             GradientError: a gradient has another shape or dtype than its parameter.
         """
+
+    def extra(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """State besides the model, such as the optimizer's. Names begin with `EXTRA`."""
+        return {}
+
+    def entry_state(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """What a newcomer needs besides `fixed` and `extra`, while the loop waits for the exchange of a round."""
+        return {} if self.entry is None else self.entry.saved()
 
     @contextmanager
     def showing(self, parameters: torch.Tensor, own: torch.Tensor | None) -> Iterator[None]:
@@ -80,8 +93,10 @@ class ParameterBinding(ABC):
         """Parameters that the optimizer does not train, and the other names of tied weights."""
         return Fixed()
 
-    def load_fixed(self, frozen: Buffers) -> None:  # noqa: B027  arrays have none
-        """Sets what `fixed` returns, from a checkpoint. The user's thread must be waiting."""
+    def load_fixed(self, frozen: Buffers) -> None:
+        """Sets what these three return, of a checkpoint or a worker. The user's thread must be waiting."""
+        if self.entry is not None:
+            self.entry.load(frozen)
 
     def load_buffers(self, buffers: Buffers) -> None:  # noqa: B027  arrays have none
         """Sets the buffers to the means over all workers. The user's thread must be waiting."""
@@ -197,6 +212,7 @@ class ModuleBinding(ParameterBinding):
 
     @override
     def load_fixed(self, frozen: Buffers) -> None:
+        super().load_fixed(frozen)
         trained = self._names()
         for name, parameter in self._state(True):
             if name not in trained:

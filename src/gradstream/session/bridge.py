@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -78,6 +79,18 @@ class LoopCounts:
         if handed:
             self._steps_whole, self._pending_samples, self.unfinished = self._steps, 0, False
 
+    def saved(self, *, local_rounds: bool) -> list[int]:
+        """Minibatches, steps and iterations with which a newcomer begins, as it takes part in the submitted round.
+
+        Args:
+            local_rounds: the round has several steps, which are counted already. The newcomer makes one in it.
+        """
+        return [self.batches - 1, self.steps - local_rounds, self._steps if self.iterations else 0]
+
+    def load(self, batches: int, steps: int, iterations: int) -> None:
+        """Goes on from what `saved` of another worker has returned."""
+        self.batches, self._steps, self._steps_whole, self.iterations = batches, steps, steps, iterations
+
     @property
     def steps(self) -> int:
         """Steps of the loop or, if it calls `Session.skip`, iterations up to its last step."""
@@ -104,6 +117,7 @@ class ResumePoint:
         self.skipped = 0
         self.asked = False
         self._steps = steps
+        self._entered = 0
 
     @property
     def is_resumed(self) -> bool:
@@ -118,10 +132,22 @@ class ResumePoint:
     def skip(self) -> bool:
         """Counts an iteration; True if it was done before the run was resumed."""
         self.asked = True
-        if self.skipped == self.steps:
+        if self.skipped == self.steps + self._entered:
             return False
         self.skipped += 1
         return True
+
+    def enter(self, steps: int, *, skips: bool) -> None:
+        """Goes on where the others are, which have made so many steps since the run began or was resumed.
+
+        Args:
+            steps: their number.
+            skips: the script skips them itself; else its loaders lead to where the others are.
+        """
+        if skips:
+            self._entered = steps
+        else:
+            self.asked, self.skipped = True, self.steps
 
     def next_step(self, batches: int) -> int | None:
         """The number of the next step since the run was resumed, negative while the script skips.
@@ -134,7 +160,7 @@ class ResumePoint:
         """
         if self.steps and not batches and not self.skipped:
             return None
-        return batches + (self.skipped - self.steps if self.skipped else 0)
+        return batches + (self.skipped - self.steps - self._entered if self.skipped else 0)
 
     def check_asked(self) -> None:
         """Raises ConfigError if a resumed script makes steps without asking where to continue."""
@@ -174,6 +200,7 @@ class LoopBridge:
         visible: the parameters (E,) that the user sees; None before the first turn.
         find_left: returns what `left` is.
         roster: which workers make which rounds.
+        stays_out, contributed: see `Loop`.
         counts: numbers of gradients, samples and steps that the loop has submitted.
     """
 
@@ -194,6 +221,8 @@ class LoopBridge:
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None
         self.roster = roster or Roster(1)
+        self.stays_out = False
+        self.contributed: Counter[int] = Counter()
         self._binding = binding
         self._log = log
         self._on_step = on_step
@@ -230,6 +259,11 @@ class LoopBridge:
         """
         assert self._context is not None
         return self._ask(self._context.replica.newest())
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this worker has come to a run that had begun."""
+        return self._context is not None and self._context.late
 
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
         """Reports that the loop begins an epoch: see `Reassignment.begun`. Called from the user's thread."""
@@ -316,6 +350,11 @@ class LoopBridge:
             self._binding.copy_gradient(current.gradient)
             self._rewrite(current.gradient)
             return self._turn
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the submitted round belongs to no step of the loop."""
+        return self._turn.silent
 
     @property
     def left(self) -> Left | None:

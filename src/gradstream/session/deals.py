@@ -101,7 +101,6 @@ class LoaderDeals:
         split: each minibatch is split among the workers.
         cut: returns a slice of the samples of a minibatch.
         size: returns the number of samples of a minibatch, or None if that cannot be seen.
-        came: what a live worker's `saved` has returned, if this worker has come to a run that had begun.
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class LoaderDeals:
         split: bool,
         cut: Callable[[Any, slice], Any],
         size: Callable[[Any], int | None],
-        came: Mapping[str, Any] | None = None,
     ) -> None:
         self._takeover = takeover
         self._rank = rank
@@ -125,12 +123,10 @@ class LoaderDeals:
         self._returned: deque[tuple[Item, int]] = deque()  # what lost workers, of these ranks, had
         self._batches: dict[tuple[int, int], Any] = {}  # by epoch and place, of all items above
         self._repeat: Any = None  # the first minibatch of the epoch
-        self._came = came
+        self._came: Mapping[str, Any] | None = None  # where the others are; None once this worker is there
         self._entered = FIRST  # with this round
         self._repeats = 0  # what a newcomer may still draw before its first round is over
         self._repeated = 0  # and has drawn, but not taken
-        if came is not None:
-            self._load(came)
 
     # ---- what the sampler and the loop do -----------------------------------------------
 
@@ -357,7 +353,9 @@ class LoaderDeals:
             ],
         }
 
-    def _load(self, came: Mapping[str, Any]) -> None:
+    def load(self, came: Mapping[str, Any]) -> None:
+        """Goes on, in a run that had begun, from what `saved` of another worker has returned."""
+        self._came = came
         for one in came["columns"]:
             items = {rank: Item(*item) for rank, *item in one["items"]}
             redone = {Item(*item): rank for rank, *item in one["redone"]}

@@ -46,7 +46,10 @@ class GradientReducer:
         counted: the samples of passes. It is cleared at the end of a backward, so that forward passes repeated by
             activation checkpointing do not count for the next backward.
         loss: returns the loss of the backward that ends, or NaN.
-        workers: number of workers. A single worker's gradients need no averaging, so none is refused for lack of it.
+        is_alone: whether this is the only worker now: its gradients need no averaging, and none is refused for that.
+
+    Attributes:
+        rounds: exchanges the vectors.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class GradientReducer:
         samples: Callable[[Sequence[PassSamples]], float],
         counted: SampleCount,
         loss: Callable[[], float],
-        workers: int,
+        is_alone: Callable[[], bool],
     ) -> None:
         self._thread = threading.get_ident()
         self._wrapped = wrapped
@@ -65,11 +68,11 @@ class GradientReducer:
         self._bridge = bridge
         self._samples = samples
         self._counted = counted
-        self._rounds = GradientRounds(wrapped, vector, bridge, loss)
+        self.rounds = GradientRounds(wrapped, vector, bridge, loss)
         self._states = GradientStates(wrapped.parameters)
         self._local = LocalPasses(wrapped.parameters)
         self._computed = ComputedGradients()
-        self._alone = workers == 1
+        self._is_alone = is_alone
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # in no_sync
@@ -134,32 +137,32 @@ class GradientReducer:
             ConfigError: the optimizer has such a gradient.
         """
         if not self._is_local and threading.get_ident() == self._thread:
-            self._wrapped.check_unwrapped(optimizer, self._rounds.steps)
+            self._wrapped.check_unwrapped(optimizer, self.rounds.steps)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Notes that a step was made: the parameters now contain all exchanged gradients."""
-        self._rounds.steps += 1
+        self.rounds.steps += 1
         self._states.not_finite.clear()
         self._states.own_not_finite.clear()
-        for index in self._wrapped.indices_of(optimizer, self._rounds.steps):
+        for index in self._wrapped.indices_of(optimizer, self.rounds.steps):
             self._states.stepped(index)
         self._bridge.stepped()
         if not self._writer.is_open:  # open: a hook makes the step inside backward
-            self._rounds.agreement.after_step(self._rounds.steps)
+            self.rounds.agreement.after_step(self.rounds.steps)
 
     def end(self) -> None:
         """Ends the training: see `GradientRounds.end`."""
-        self._rounds.end()
+        self.rounds.end()
 
     def _average_rest(self, optimizer: torch.optim.Optimizer) -> None:
         if (
             self._writer.is_open
         ):  # a backward has failed and the others wait; or this step is made inside a backward
             self._end()
-        wrapped, states, step = self._wrapped, self._states, self._rounds.steps
+        wrapped, states, step = self._wrapped, self._states, self.rounds.steps
         own = wrapped.indices_of(optimizer, step)
         rest = [index for index in own if not states.is_averaged(index)]
-        for index in () if self._alone else rest:
+        for index in () if self._is_alone() else rest:
             gradient = wrapped.parameters[index].grad
             assert gradient is not None
             is_computed = self._computed.has(index, gradient)
@@ -277,7 +280,7 @@ class GradientReducer:
         self._states.fired.clear()
         late = [index for index in fired if index >= len(self._bounds)]
         if late:
-            found = self._rounds.exchange_late(late, self._writer.scale)
+            found = self.rounds.exchange_late(late, self._writer.scale)
             self._states.own_not_finite |= found.own_broken
             for index, mean in found.means.items():
                 self._set_gradient(index, mean, index in found.broken)
@@ -289,7 +292,7 @@ class GradientReducer:
         fired = states.fired & present  # the loop may have removed an accumulated gradient
         states.own_not_finite |= own_broken
         scale = self._writer.scale
-        result = self._rounds.exchange(gradient, fired, own_broken, present, scale, self._write_again)
+        result = self.rounds.exchange(gradient, fired, own_broken, present, scale, self._write_again)
         if result is None:
             for index in fired:
                 self._set_gradient(index, torch.zeros_like(parameters[index]), False)
@@ -319,7 +322,7 @@ class GradientReducer:
                 parameter.grad.fill_(torch.nan)
             else:
                 parameter.grad.copy_(mean.view(parameter.shape))
-        if parameter.grad.requires_grad and not self._alone:
+        if parameter.grad.requires_grad and not self._is_alone():
             hook = partial(self._differentiated, index)
             parameter.grad.register_hook(hook)  # type: ignore[no-untyped-call]
         self._states.set_averaged(index, again=again)
@@ -328,7 +331,7 @@ class GradientReducer:
     def _differentiated(self, index: int, _: torch.Tensor) -> None:
         """Refuses to differentiate an averaged gradient: its graph covers only this worker's samples."""
         raise ConfigError(
-            f"step {self._rounds.steps}: the gradient of {self._wrapped.names[index]!r} is differentiated after "
+            f"step {self.rounds.steps}: the gradient of {self._wrapped.names[index]!r} is differentiated after "
             "backward(create_graph=True). It is the mean over all workers, but its graph covers only this worker's "
             "samples, so workers would get different second derivatives. Take the first gradients with "
             "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() on what you make of them "

@@ -161,9 +161,8 @@ class ShardedBatchSampler:
 
     def deal(self, takeover: Takeover, number: int) -> None:
         """Deals out the minibatches from now on, as those of the loader of this number."""
-        part, came = self._part, takeover.came.get(number)
-        self.deals = LoaderDeals(takeover, part.rank, part.split, self._cut, self._size, came)
-        takeover.deals[number] = self.deals
+        self.deals = LoaderDeals(takeover, self._part.rank, self._part.split, self._cut, self._size)
+        takeover.add(number, self.deals)
 
     def part_of(self, epoch: int, rank: int) -> list[Dealt] | None:
         """A worker's minibatches in an epoch, each with its counted samples; None if not all of it is in `orders`."""

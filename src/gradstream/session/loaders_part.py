@@ -88,7 +88,6 @@ class Takeover:
     Attributes:
         bridge: reaches the coordinator; None before the loop can make steps.
         deals: by number of a loader.
-        came: by number of a loader, what a live worker's `LoaderDeals.saved` has returned.
         own_data: the loop has used minibatches, or samples, of no loader of which others could take over the rest.
     """
 
@@ -106,7 +105,7 @@ class Takeover:
         self.local_rounds = local_rounds
         self.own_data = False
         self.deals: dict[int, LoaderDeals] = {}
-        self.came: dict[int, Mapping[str, Any]] = {}
+        self._came: Mapping[int, Mapping[str, Any]] = {}
         self.bridge: LoopBridge | None = None
         self._num_loaders = 0
 
@@ -114,6 +113,22 @@ class Takeover:
         """The number of a new loader, equal on all workers since their scripts make the same loaders."""
         self._num_loaders += 1
         return self._num_loaders - 1
+
+    def add(self, number: int, deals: LoaderDeals) -> None:
+        """Adds the deals of the loader of this number."""
+        self.deals[number] = deals
+        if number in self._came:
+            deals.load(self._came[number])
+
+    def load(self, came: Mapping[int, Mapping[str, Any]]) -> None:
+        """Goes on, in a run that had begun, from what `LoaderDeals.saved` of another worker has returned.
+
+        Args:
+            came: by number of a loader.
+        """
+        self._came = came
+        for number, deals in self.deals.items():
+            deals.load(came[number])
 
 
 class EpochSteps:

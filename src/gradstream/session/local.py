@@ -88,9 +88,8 @@ class LocalModule(ModuleBinding):
 
     def extra(self) -> Arrays:
         """The script's initial parameters, until training begins: all workers begin with worker 0's."""
-        return first_of(
-            self.layout.slots, [parameter.detach() for parameter in self._parameters], len(self._begun)
-        )
+        tensors = [parameter.detach() for parameter in self._parameters]
+        return {**super().extra(), **first_of(self.layout.slots, tensors, len(self._begun))}
 
     def load_fixed(self, frozen: Buffers) -> None:
         """See `ParameterBinding.load_fixed`, and what `extra` returns."""
@@ -165,10 +164,11 @@ class LocalArrays(ArrayBinding):
     def extra(self) -> Arrays:
         """As of `LocalModule`."""
         made = [torch.from_numpy(self.by_name[slot.name]) for slot in self.layout.slots]
-        return first_of(self.layout.slots, made, len(self._shown))
+        return {**super().extra(), **first_of(self.layout.slots, made, len(self._shown))}
 
     def load_fixed(self, frozen: Buffers) -> None:
         """Sets what `extra` returns."""
+        super().load_fixed(frozen)
         for name, array in self.by_name.items():
             if (value := frozen.get(FIRST + name)) is not None:
                 array[...] = value
@@ -211,13 +211,22 @@ class LocalRound:
         steps: H, steps of a round.
         binding: the parameters of the loop.
         optimizers: number of the script's optimizers.
+        is_new: this worker has come to a run that had begun. Its first round ends with its first step, since the others
+            wait for it.
     """
 
     def __init__(
-        self, bridge: LoopBridge, steps: int, binding: LocalModule | LocalArrays, optimizers: int = 1
+        self,
+        bridge: LoopBridge,
+        steps: int,
+        binding: LocalModule | LocalArrays,
+        optimizers: int = 1,
+        *,
+        is_new: bool = False,
     ) -> None:
         self._bridge = bridge
-        self._full = steps
+        self._steps_a_round = steps
+        self._full = 1 if is_new else steps  # of this round
         self._binding = binding
         self._optimizers = optimizers
         self._made: dict[int, int] = {}  # steps of each optimizer in the whole run
@@ -273,5 +282,5 @@ class LocalRound:
 
     def _hand_over(self) -> None:
         samples, loss = self._samples, self._loss / self._samples if self._samples else math.nan
-        self._begun, self._samples, self._loss = self._steps, 0, 0.0
+        self._begun, self._samples, self._loss, self._full = self._steps, 0, 0.0, self._steps_a_round
         self._bridge.step(samples, 1.0, loss)

@@ -25,10 +25,10 @@ from gradstream.run.node import run_worker
 from gradstream.run.placement import WorkerPlacement, newest_in
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.entry import SessionEntry
 from gradstream.session.host import Host
 from gradstream.session.log import SessionLog
 from gradstream.session.registered import Registered
-from gradstream.session.roster import Roster
 from gradstream.worker.loop import Loop
 
 # ---- job ---------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class RunConnection:
         *,
         averages_gradients: bool,
         counts_steps: bool,
-        roster: Roster,
+        entry: SessionEntry,
     ) -> LoopBridge:
         """Joins the run. Returns when all workers have joined, with the same parameters.
 
@@ -134,19 +134,20 @@ class RunConnection:
             binding: the user's parameters.
             rule: the update rule that the loop's optimizer asks for, as text.
             averages_gradients: whether only gradients are exchanged.
-            counts_steps, roster: see `LoopBridge`.
+            counts_steps: see `LoopBridge`.
+            entry: the session's own state.
 
         Raises:
             GradstreamError: the run could not start.
         """
-        self._binding = binding
-        bridge = self.bridge = LoopBridge(
+        self._binding, binding.entry = binding, entry
+        bridge = self.bridge = entry.bridge = LoopBridge(
             binding,
             self._log,
             averages_gradients=averages_gradients,
             counts_steps=counts_steps,
             on_step=binding.snapshot_buffers,
-            roster=roster,
+            roster=entry.roster,
             registered=self._registered,
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)

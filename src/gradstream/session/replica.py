@@ -286,10 +286,11 @@ class ReplicaBinding(GradientBinding):
             ConfigError: see `OptimizerStates.saved`.
         """
         buffers = _arrays((f"{EXTRA}buffer.{name}", tensor) for name, tensor in self._unsaved())
-        return {**buffers, **self.states.saved()}
+        return {**super().extra(), **buffers, **self.states.saved()}
 
     def load_fixed(self, frozen: Buffers) -> None:
         """Restores the arrays of `saved` and `extra`; ignores other names."""
+        super().load_fixed(frozen)
         for name, parameter in self._all_parameters():
             set_tensor(name, parameter, frozen)
         for name, buffer in self._unsaved():

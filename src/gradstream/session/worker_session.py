@@ -35,6 +35,7 @@ from gradstream.runtime.storage import DiskStorage
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge, ResumePoint
+from gradstream.session.entry import SessionEntry
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
@@ -83,6 +84,8 @@ class EarlyBarrier:
             ConfigError: the workers are on several machines.
             DeadlineError: a worker has not called it within `join_s`.
         """
+        if self._place.is_late:
+            return  # the others have passed it
         place, deadlines = self._place, self._place.job().deadlines
         if place.node_spec().elsewhere:
             raise ConfigError(
@@ -170,7 +173,6 @@ class WorkerSession(Session):
 
     def __init__(self, place: WorkerPlacement, seed: int, host: Host | None = None) -> None:
         self.rank = place.rank
-        self.world_size = place.world_size
         self._place = place
         self._seed = seed
         self._log = SessionLog(place.rank, self._steps_made)
@@ -184,6 +186,9 @@ class WorkerSession(Session):
             local_rounds=self._strategy.local_rounds,
         )
         self._stream_ends = StreamEnds(lambda: self._connection.bridge, self._passed, self._present)
+        self._entry = SessionEntry(
+            self._takeover, self._resume_point, self._registered, lambda: not self._is_unclear
+        )
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
@@ -193,6 +198,11 @@ class WorkerSession(Session):
         self._split: SplitModule | None = None
         self._step_hooks: Sequence[RemovableHandle] = ()  # for the steps of all optimizers of this process
         self._closed = False
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]  # a group may change
+        """Number of workers: of a group, those that make the present round."""
+        return len(self._takeover.roster.now)
 
     @property
     @override
@@ -292,9 +302,13 @@ class WorkerSession(Session):
             self._taken_samples,
             self._samples,
             self._log.step,
-            self.world_size,
+            lambda: self.world_size == 1,
         )
-        reducer.synchronize()
+        if self._entry.came is None:
+            reducer.synchronize()
+        else:
+            reducer.rounds.load(self._entry.came["rounds"])
+        self._entry.rounds = reducer.rounds.saved
         hook = BeforeForward(self._forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -321,9 +335,8 @@ class WorkerSession(Session):
             self._strategy.local_rounds
         )  # else the worker hears of each step, and exchanges when it likes
         bridge = self._begin(binding, description_of(*optimizers) if in_rounds else text_of_optimizer(STEPS))
-        one_round = LocalRound(
-            bridge, self._strategy.local_steps if in_rounds else 1, binding, len(optimizers)
-        )
+        steps, is_new = self._strategy.local_steps if in_rounds else 1, self._entry.came is not None
+        one_round = LocalRound(bridge, steps, binding, len(optimizers), is_new=is_new)
         self._round = one_round
 
         def made(optimizer: TorchOptimizer, loss: float) -> None:
@@ -481,13 +494,16 @@ class WorkerSession(Session):
         self._check_momentum([getattr(rule, "momentum", 0.0)])
         if self._averages_gradients:
             replica = self._arrays = ArrayGradients(parameters)
-            replica.synchronize(self._begin(replica.binding, description_of(rule)))
+            bridge = self._begin(replica.binding, description_of(rule))
+            if self._entry.came is None:
+                replica.synchronize(bridge)
         elif self._strategy.local_rounds:
             local = self._arrays = LocalArrays(
                 parameters, rule, in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
             )
             bridge = self._begin(local, description_of(rule))
-            self._round = LocalRound(bridge, self._strategy.local_steps, local)
+            is_new = self._entry.came is not None
+            self._round = LocalRound(bridge, self._strategy.local_steps, local, is_new=is_new)
         else:
             arrays = self._arrays = ArrayParameters(parameters, rule)
             self._begin(arrays.binding, arrays.rule_text())
@@ -600,7 +616,7 @@ class WorkerSession(Session):
             rule,
             averages_gradients=self._averages_gradients,
             counts_steps=self._strategy.local_rounds,
-            roster=self._takeover.roster,
+            entry=self._entry,
         )
         self._takeover.bridge = bridge
         self._registered.begin(keeps=self._place.job().checkpoint_every is not None)
@@ -616,7 +632,12 @@ class WorkerSession(Session):
         batches: Counter[int] = Counter()
         for deal in self._takeover.deals.values():
             batches.update(deal.left())
-        return Left(batches, self._takeover.own_data or self._samples.unseen or self._samples.ahead)
+        return Left(batches, self._is_unclear)
+
+    @property
+    def _is_unclear(self) -> bool:
+        """Whether the loop has used minibatches of which nobody knows who has them, and in which round."""
+        return self._takeover.own_data or self._samples.unseen or self._samples.ahead
 
     def _step(self, lr: float, loss: float) -> None:
         samples, _ = whole(self._taken_samples())

@@ -11,7 +11,7 @@ from gradstream.checkpoint.own_state import OwnState, averaged
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers, buffers_of, load_buffers
-from gradstream.model.built_module import extra_of, fixed_of, load_fixed
+from gradstream.model.built_module import entry_of, extra_of, fixed_of, load_fixed
 from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.tasks import Wakeup
 from gradstream.transport.base import Endpoint
@@ -63,7 +63,9 @@ class BufferAverager:
 
     def serve(self) -> None:
         """Answers other workers from now on."""
-        own_state.serve(self._endpoint, self._answer, self._answer_fixed, self._answer_last)
+        own_state.serve(
+            self._endpoint, self._answer, self._answer_fixed, self._answer_last, self._answer_entry
+        )
 
     def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
         """Sets the function that returns this worker's numbers of samples and steps."""
@@ -143,7 +145,11 @@ class BufferAverager:
             self._endpoint, worker, specs, step=step, last=last, silence_s=self._silence_s
         )
 
-    async def _copy(self, worker: str) -> None:
+    async def enter(self, worker: str) -> None:
+        """Copies all that a newcomer to users' own loops needs from this worker, but for its buffers: see `adopt`."""
+        await self._copy(worker, entry=True)
+
+    async def _copy(self, worker: str, *, entry: bool = False) -> None:
         """Copies another worker's model, except for its buffers."""
         own = (await self._fixed()).buffers
         specs = [
@@ -153,7 +159,13 @@ class BufferAverager:
         ]
         besides = sum(array.nbytes for name, array in own.items() if name.startswith(own_state.EXTRA))
         copied = await own_state.ask(
-            self._endpoint, worker, specs, fixed=True, besides_bytes=besides, silence_s=self._silence_s
+            self._endpoint,
+            worker,
+            specs,
+            fixed=True,
+            entry=entry,
+            besides_bytes=besides,
+            silence_s=self._silence_s,
         )
         await self._runtime.compute(lambda _: load_fixed(self._model, copied.buffers), work=Work("copy"))
 
@@ -173,9 +185,13 @@ class BufferAverager:
         self._copied.ring()
         return fixed
 
-    async def _fixed(self) -> OwnState:
+    async def _answer_entry(self) -> OwnState:
+        return await self._fixed(entry_of)
+
+    async def _fixed(self, besides: Callable[[Model], Buffers] = lambda model: {}) -> OwnState:
+        model = self._model
         return await self._runtime.compute(
-            lambda _: OwnState(0, {**fixed_of(self._model).frozen, **extra_of(self._model)}),
+            lambda _: OwnState(0, {**fixed_of(model).frozen, **extra_of(model), **besides(model)}),
             work=Work("copy"),
             shape_only=OwnState(0, {}),
         )

@@ -35,6 +35,7 @@ class ExchangeContext:
         init: fills a vector with the model's initial parameters.
         is_lowest: whether this is the present worker of the lowest rank.
         failed: reports that this node cannot continue.
+        enter_loop: copies the state of another worker's own loop, by the worker's name; None if there are none.
         carried: this process's in-memory part of the checkpoint from which the phase continues.
     """
 
@@ -46,6 +47,7 @@ class ExchangeContext:
     init: Callable[[Vector], Awaitable[None]]
     is_lowest: Callable[[], bool]
     failed: Callable[[Exception], Awaitable[None]]
+    enter_loop: Callable[[str], Awaitable[None]] | None = None
     carried: Carried = field(default_factory=Carried)
 
     @property

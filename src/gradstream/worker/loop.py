@@ -19,7 +19,7 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import Left
 from gradstream.data.reassignment import Block, Epoch
-from gradstream.errors import InternalError
+from gradstream.errors import ClosedError, InternalError
 from gradstream.memory import Vector
 from gradstream.model.base import Batch, usable
 from gradstream.model.buffers import Buffers
@@ -94,6 +94,7 @@ class LoopContext:
         endings: the coordinator.
         runtime, endpoint: of the worker's node.
         failed: reports an error with which this worker cannot continue.
+        late: this worker has come to a run that had begun.
     """
 
     replica: Replica
@@ -101,6 +102,7 @@ class LoopContext:
     runtime: Runtime
     endpoint: Endpoint
     failed: Callable[[Exception], Awaitable[None]]
+    late: bool = False
 
 
 class Loop(Protocol):
@@ -109,13 +111,20 @@ class Loop(Protocol):
     Attributes:
         averages_gradients: whether only gradients are exchanged. The `parameters` of a turn are then the mean gradient
             of the round before.
+        contributed: by rank of each worker, its samples in rounds that were steps of the loop.
     """
 
     averages_gradients: bool
+    contributed: Counter[int]
 
     @property
     def ended(self) -> bool:
         """Whether the user's loop has ended. Then a last minibatch without samples was not one of its steps."""
+        ...
+
+    @property
+    def stays_out(self) -> bool:
+        """Whether this newcomer does not begin with the present round, which is no step of the others' loops."""
         ...
 
     @property
@@ -221,7 +230,6 @@ class LoopSource:
         self._turn = Turn(0, 0.0, 0.0)  # the current or last turn, as far as known
         self._silent_samples = 0
         self._counts: Sequence[int] = ()  # samples of each worker in the present round
-        self._contributed: Counter[int] = Counter()  # by rank, in rounds that were steps of the loop
 
     def heard(self, counts: Sequence[int]) -> None:
         """See `BatchSchedule`."""
@@ -236,17 +244,19 @@ class LoopSource:
                 await hooks.close()
                 left = loop.left
                 if left is not None:
-                    left = left._replace(contributed=self._contributed)
+                    left = left._replace(contributed=self._loop.contributed)
                 if await self._endings.ending(loop.batches, loop.samples, number, left):
                     return
+            if loop.stays_out and number > hooks.done:
+                raise ClosedError("a newcomer's loop begins after a round that was no step of the others")
             if await hooks.gate() == "over":
                 return
             self._newest = number
             yield BatchRef(0, self._rank, number)
 
     def size(self, ref: BatchRef) -> int:
-        """See `BatchSchedule`: 0 once the loop has ended."""
-        return 0 if self._loop.ended else UNKNOWN
+        """See `BatchSchedule`: 0 once the loop has ended, or where it has not begun."""
+        return 0 if self._loop.ended or self._loop.stays_out else UNKNOWN
 
     def rate(self, ref: BatchRef) -> float:
         """See `BatchSchedule`."""
@@ -268,7 +278,7 @@ class LoopSource:
         if self._turn.silent:
             self._silent_samples += batch.num_samples
         else:
-            self._contributed.update(dict(enumerate(self._counts)))
+            self._loop.contributed.update(dict(enumerate(self._counts)))
         self._counts = ()
         return bool(batch.num_samples) and not self._turn.silent
 

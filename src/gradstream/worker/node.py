@@ -295,7 +295,8 @@ class WorkerNode:
         exchange = self._exchange = await self._assembly(late).exchange()
         replica = exchange.replica
         if config.loop is not None:
-            context = LoopContext(replica, self._member.requests, runtime, self._endpoint, self._failed)
+            requests, failed = self._member.requests, self._failed
+            context = LoopContext(replica, requests, runtime, self._endpoint, failed, late)
             config.loop.begin(context)
         self._averager.follow(lambda: self._source.progress(replica.seen_samples, replica.step))
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
@@ -306,7 +307,9 @@ class WorkerNode:
             elif config.plan.resume is not None:
                 has_own_buffers = await restore_own(config, runtime, replica, config.plan.resume)
             self._averager.restored.set()
-            if config.plan.optimizer_in_loop:
+            if (
+                config.plan.optimizer_in_loop and not late
+            ):  # a newcomer copies a loop's state when its group is formed
                 await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
             if self._evaluator is not None:
@@ -335,6 +338,7 @@ class WorkerNode:
             init=init_of(config, self._runtime),
             is_lowest=self._is_lowest,
             failed=self._failed,
+            enter_loop=self._averager.enter,
             carried=self._carried,
         )
         return Assembly(

@@ -143,6 +143,7 @@ class MachineMembers:
                 why = f". A machine that has left cannot be replaced: {self._losses.obstacle}"
             message = f"no machine can join now: the launcher is {self.state}{why if self.begun else ''}"
             return v1.Refuse(code=v1.NOT_MEMBER, message=message)
+        self._machines = max(self._machines, free[0] + 1)
         seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
         self._seats[free[0]] = seat
         self._gone.discard(free[0])
@@ -181,19 +182,20 @@ class MachineMembers:
         """The seats that are free for a machine of this name.
 
         Once training has begun, these are the seats without shards whose machines have left, beginning with the one
-        that had
-        this name: a shard takes its ranges of the parameters with it, unless it was rescued.
+        that had this name: a shard takes its ranges of the parameters with it, unless it was rescued. A run that may
+        grow has one more.
         """
         if not self.begun:
             return [index for index in range(self._machines) if index not in self._seats]
         if self._losses.obstacle:
             return []
+        grown = [self._machines] if self._losses.grows else []
         alone = [
             i
             for i in sorted(self._gone)
             if all(name.startswith(("worker", "part")) for name in self.nodes_of(i))
         ]
-        return sorted(alone, key=lambda index: self._seats[index].machine != asked)
+        return [*sorted(alone, key=lambda index: self._seats[index].machine != asked), *grown]
 
     def _may_take(self, machine: str, free: list[int]) -> list[int]:
         """The free seats that a machine may take."""

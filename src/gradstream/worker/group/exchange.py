@@ -93,6 +93,9 @@ class FirstLook:
 
 # ---- group -------------------------------------------------------------------------------
 
+NEW = 2
+"""What a worker tells that has come late, and has not the state of the others' loops yet."""
+
 
 async def make(assembly: Assembly) -> GroupExchange:
     """Makes a worker's exchange, once all workers have formed their group.
@@ -176,6 +179,10 @@ class GroupExchange(Exchange):
             Vector
         ] = ()  # parameters and state of `version`, while those of the replica are incomplete
         self._attending: asyncio.Task[None] | None = None
+        self._is_new = (
+            context.late and context.config.loop is not None
+        )  # without the state of the others' loops
+        self._newcomers: set[int] = set()  # ranks of workers that have come since the loop heard of members
 
     async def begin(self) -> None:
         """See `Exchange`: each worker makes the first parameters, or reads a checkpoint.
@@ -243,9 +250,9 @@ class GroupExchange(Exchange):
         while True:
             try:
                 if (loop := self._context.config.loop) is not None:
-                    loop.members(
-                        self.replica.setup.ranks, self.replica.step - self._context.config.first_step
-                    )
+                    number = self.replica.step - self._context.config.first_step
+                    loop.members(self.replica.setup.ranks, number, sorted(self._newcomers))
+                    self._newcomers.clear()
                 if self._look is not None:
                     await self._look.take(self.replica)
                 await self._strategy.train(self.replica)
@@ -302,10 +309,18 @@ class GroupExchange(Exchange):
             InternalError: the digests differ.
         """
         replica, setup, group = self.replica, self.replica.setup, self.replica.group
-        told = await group.tell(replica.version, self._context.late)
+        told = await group.tell(replica.version, self._context.late + self._is_new)
         versions = [round(version) for version, _ in told]
         newest, rank = max(versions), setup.group.rank
+        new = [late == NEW for _, late in told]
+        self._newcomers.update(one for one, is_new in zip(setup.ranks, new, strict=True) if is_new)
         root = versions.index(newest)
+        if newest >= 0 and any(new):
+            root = next(
+                (one for one, version in enumerate(versions) if version == newest and not new[one]), -1
+            )
+            if root < 0:
+                return _nothing
         if newest < 0 and any(late for _, late in told):
             return _nothing  # the run had parameters: nobody begins it again
         if newest < 0:  # no worker with the initial parameters is left
@@ -321,6 +336,8 @@ class GroupExchange(Exchange):
         if setup.sharded or min(versions) < newest:
             for vector in vectors:
                 await group.broadcast(vector, root)
+        if self._is_new and self._context.enter_loop is not None:
+            await self._context.enter_loop(setup.group.names[root])
         note = await group.pass_note(replica.note, root)
         digests = await group.tell(*await self._digest(vectors))
         wrong = [setup.group.names[one] for one, digest in enumerate(digests) if digest != digests[root]]
@@ -333,6 +350,9 @@ class GroupExchange(Exchange):
     def _take(self, vectors: Sequence[Vector], version: int, note: bytes) -> None:
         self.replica.take(vectors, version, note)
         self._had = ()
+        if self._is_new and (loop := self._context.config.loop) is not None:
+            self.replica.skip_missed()
+            self._is_new = loop.stays_out
 
     def _like(self, vector: Vector) -> Vector:
         """Memory for a vector that this worker is to receive."""

@@ -184,6 +184,10 @@ class GroupReplica(Replica):
             self.samples, self._ahead_samples = self.samples + self._ahead_samples, 0
             await self._context.on_boundary(self, missed)
 
+    def skip_missed(self) -> None:
+        """Begins after the rounds that were made before this worker came."""
+        self._skip()
+
     # ---- before the first round -----------------------------------------------------------
 
     async def rehearse(self) -> float:
