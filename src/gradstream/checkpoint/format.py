@@ -120,9 +120,7 @@ def header_of(tensors: Sequence[TensorSpec]) -> bytes:
             "data_offsets": [start, stop],
         }
         start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT_BYTES)
-    return len(text).to_bytes(8, "little") + text
+    return _framed(entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,23 @@ ORDER = "order"
 def save(tensors: Arrays) -> bytes:
     """Returns the bytes of a file with these tensors."""
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    return safetensors.numpy.save(arrays, metadata={**FOR_TORCH, ORDER: json.dumps(list(arrays))})
+    data = safetensors.numpy.save(arrays, metadata={**FOR_TORCH, ORDER: json.dumps(list(arrays))})
+    return _with_sorted_metadata(data)
+
+
+def _with_sorted_metadata(data: bytes) -> bytes:
+    """The same file; safetensors writes the metadata in another order each time."""
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
+    return _framed(entries) + data[8 + length :]
+
+
+def _framed(entries: Mapping[str, Any]) -> bytes:
+    """A header after its length."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
 
 
 def load(data: bytes) -> dict[str, np.ndarray[Any, Any]]:

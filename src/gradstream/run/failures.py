@@ -173,6 +173,10 @@ class EndedNodes:
         self._causes.pop(name, None)
         self._errors.pop(name, None)
 
+    def excuse(self, name: str) -> None:
+        """Forgets the error of a node without which the run goes on."""
+        self._errors.pop(name, None)
+
     def failed_with(self, *errors: type[Exception]) -> str | None:
         """The first node that reported one of these errors; None for none."""
         names = [error.__name__ for error in errors]

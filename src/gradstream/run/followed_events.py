@@ -52,6 +52,7 @@ class FollowedEvents:
     Attributes:
         zero_ns: see `RunClock`; None before training.
         read_bytes: how much of the file has been read or skipped.
+        gone: names of the nodes that the run has lost, and that are not back.
         last: the latest event of each kind.
         carriers: for each node, the carrier by which it reaches each of the others.
     """
@@ -80,6 +81,7 @@ class FollowedEvents:
         self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
         self._worth = Worth()
         self.zero_ns: int | None = None
+        self.gone: set[str] = set()
         self.last: dict[str, Mapping[str, Any]] = {}
         self.carriers: dict[str, Mapping[str, str]] = {}
 
@@ -119,7 +121,10 @@ class FollowedEvents:
             self._say(event)
             if event["event"] == "carriers":
                 self.carriers[event["node"]] = event["by_peer"]
+            if event["event"] == "joined":
+                self.gone.discard(event["who"])
             if event["event"] == "left" and event["lost"]:
+                self.gone.add(event["who"])
                 self._on_lost(event["who"])
             if event["event"] == "reshard":
                 self._on_reshard(event)

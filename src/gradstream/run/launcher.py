@@ -274,8 +274,13 @@ class Launcher:
         training = "started" in self._events.last and not self._has_ended
         if training and self._ended.was_lost(name):
             self._comebacks.start_soon(name, time.monotonic())
-        elif training and self._ended.failed_with(ConfigError) == name:  # before it rejoined
-            say(f"the run goes on without a process: {self._error_of(name)}")
+        elif (
+            training
+            and self._ended.failed_with(ConfigError, UserCodeError) == name
+            and name in self._events.gone
+        ):
+            say(f"the run goes on without a process: {self._error_of(name)}")  # it had not rejoined
+            self._ended.excuse(name)
 
     def _note_machine(self, name: str, error: dict[str, str]) -> None:
         """Notes a node that came with its machine or, if there is an error, was lost with it."""
