@@ -193,3 +193,26 @@ def test_names_that_nobody_registers_are_told(capsys: pytest.CaptureFixture[str]
     resumed.uses()
     assert "the state of 'a', of the run so far, is dropped" in capsys.readouterr().err
     assert Registered().saved() == {}
+
+
+def test_a_loader_is_restored_once_before_its_loop_begins() -> None:
+    class Loader:
+        loaded = 0
+
+        def __iter__(self) -> Any:
+            return iter(())
+
+        def state_dict(self) -> dict[str, int]:
+            return {"taken": 3}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.loaded += 1
+
+    before, resumed, loader, counts = Registered(), Registered(), Loader(), {"epoch": 1}
+    before.add({"loader": Loader(), "counts": {"epoch": 2}})
+    resumed.load(before.saved())
+    resumed.add({"loader": loader, "counts": counts})
+    resumed.begin(keeps=True)
+    counts["epoch"] = 7  # on the way to the first step
+    resumed.asks()  # within the iteration of the loader
+    assert (loader.loaded, counts) == (1, {"epoch": 2})

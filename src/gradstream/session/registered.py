@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -218,10 +218,10 @@ class Registered:
             self._told = {
                 name: decode(value, arrays) for name, value in plain.items() if own or name not in generators
             }
-            self._restore()
+            self._restore(self._objects)
 
-    def _restore(self) -> None:
-        for name in self._told.keys() & self._objects.keys():
+    def _restore(self, names: Iterable[str]) -> None:
+        for name in self._told.keys() & set(names):
             _restore(name, self._objects[name], self._told[name])
 
     def begin(self, *, keeps: bool) -> None:
@@ -240,8 +240,8 @@ class Registered:
         """
         if not live or self._is_used:  # a further minibatch of the same step
             return
-        if self._told:
-            self._restore()
+        if self._told:  # but loaders have begun where their states were saved
+            self._restore([name for name, one in self._objects.items() if not _counts_ahead(one)])
         self.is_marked = True
         if self._keeps:
             self._mark([name for name, one in self._objects.items() if not _counts_ahead(one)])
