@@ -48,8 +48,11 @@ class Scripted:
     behind = None
     left = None
     stays_out = False
+    mark = 0
 
-    def members(self, ranks: Sequence[int], number: int, entered: Sequence[int] = ()) -> None:
+    def members(
+        self, ranks: Sequence[int], number: int, entered: Sequence[int] = (), *, in_step: bool = True
+    ) -> None:
         self.there = list(ranks)
 
     def again(self, current: Round) -> Turn:

@@ -198,7 +198,8 @@ class LoopBridge:
     Attributes:
         ended: whether the user's loop has ended well.
         visible: the parameters (E,) that the user sees; None before the first turn.
-        find_left: returns what `left` is.
+        find_left, find_mark: return what `left` and `mark` are.
+        falls_out: called when the loops are not in step.
         roster: which workers make which rounds.
         stays_out, contributed: see `Loop`.
         counts: numbers of gradients, samples and steps that the loop has submitted.
@@ -220,6 +221,8 @@ class LoopBridge:
         self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None
+        self.find_mark: Callable[[], int] = lambda: 0
+        self.falls_out: Callable[[], None] = lambda: None
         self.roster = roster or Roster(1)
         self.stays_out = False
         self.contributed: Counter[int] = Counter()
@@ -361,8 +364,17 @@ class LoopBridge:
         """See `Loop.left`."""
         return self.find_left()
 
-    def members(self, ranks: Sequence[int], number: int, entered: Sequence[int] = ()) -> None:
+    @property
+    def mark(self) -> int:
+        """See `Loop.mark`. The user's thread waits."""
+        return 0 if self.ended else self.find_mark()
+
+    def members(
+        self, ranks: Sequence[int], number: int, entered: Sequence[int] = (), *, in_step: bool = True
+    ) -> None:
         """See `Loop.members`. The user's thread waits."""
+        if not in_step:
+            self.falls_out()
         self.roster.change(number, ranks, entered)
 
     def state(self) -> Mapping[str, np.ndarray[Any, Any]]:

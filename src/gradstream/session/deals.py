@@ -298,7 +298,8 @@ class LoaderDeals:
             if self._repeat is None and (first := next(iteration.order, None)) is not None:
                 iteration.order, self._repeat = chain([first], iteration.order), packed(first)
             repeat = _unpacked(self._repeat)
-            return (self._cut(repeat, slice(1)) if self._split else repeat), 0
+            size = len(self._takeover.roster.now)  # a piece of the usual size: some layers refuse a single sample
+            return (self._cut(repeat, slice(0, None, size)) if self._split else repeat), 0
         batch = _unpacked(self._batches[item[:2]])
         if item.pieces > 1:
             batch = self._cut(batch, slice(item.piece, None, item.pieces))
@@ -332,6 +333,11 @@ class LoaderDeals:
             yield from column.items.values()
 
     # ---- state --------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """What is equal on workers that have dealt the same: iterations, and the place in the present one."""
+        return self._num_begun, self._iteration.next_place if self._iteration.num_drawn else 0
 
     def saved(self) -> dict[str, Any]:
         """What a newcomer has to know, as JSON. Call it while the loop waits for the exchange of a round."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -119,6 +120,16 @@ class Takeover:
         self.deals[number] = deals
         if number in self._came:
             deals.load(self._came[number])
+
+    def fall_out(self) -> None:
+        """Notes that the loops have not dealt the same minibatches, so nobody knows who has taken which."""
+        self.own_data = True
+
+    @property
+    def mark(self) -> int:
+        """See `worker.loop.Loop.mark`."""
+        places = [deals.mark for _, deals in sorted(self.deals.items())]
+        return crc32(repr(places).encode()) if places else 0
 
     def load(self, came: Mapping[int, Mapping[str, Any]]) -> None:
         """Goes on, in a run that had begun, from what `LoaderDeals.saved` of another worker has returned.

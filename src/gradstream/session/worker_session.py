@@ -622,6 +622,7 @@ class WorkerSession(Session):
         self._registered.begin(keeps=self._place.job().checkpoint_every is not None)
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
+            bridge.find_mark, bridge.falls_out = lambda: self._takeover.mark, self._takeover.fall_out
         elif self._in_pairs:
             bridge.find_left = lambda: Left({}, own_data=True)  # nobody takes anything over
         self._early_barrier.over()

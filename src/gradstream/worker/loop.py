@@ -170,13 +170,21 @@ class Loop(Protocol):
         """
         ...
 
-    def members(self, ranks: Sequence[int], number: int, entered: Sequence[int] = ()) -> None:
+    @property
+    def mark(self) -> int:
+        """A number that is the same on all workers whose loops have dealt the same minibatches; 0 says nothing."""
+        ...
+
+    def members(
+        self, ranks: Sequence[int], number: int, entered: Sequence[int] = (), *, in_step: bool = True
+    ) -> None:
         """Hears, before round `number`, which workers take part from it on. The loop waits meanwhile.
 
         Args:
             ranks: their ranks.
             number: number of the round, from 0; in a resumed run from where it was resumed.
             entered: ranks of those that have come since the last call, to a run that had begun.
+            in_step: the marks of the loops are equal.
         """
         ...
 

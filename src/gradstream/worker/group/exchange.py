@@ -183,6 +183,7 @@ class GroupExchange(Exchange):
             context.late and context.config.loop is not None
         )  # without the state of the others' loops
         self._newcomers: set[int] = set()  # ranks of workers that have come since the loop heard of members
+        self._in_step = True  # the loops have dealt the same minibatches
 
     async def begin(self) -> None:
         """See `Exchange`: each worker makes the first parameters, or reads a checkpoint.
@@ -251,7 +252,9 @@ class GroupExchange(Exchange):
             try:
                 if (loop := self._context.config.loop) is not None:
                     number = self.replica.step - self._context.config.first_step
-                    loop.members(self.replica.setup.ranks, number, sorted(self._newcomers))
+                    loop.members(
+                        self.replica.setup.ranks, number, sorted(self._newcomers), in_step=self._in_step
+                    )
                     self._newcomers.clear()
                 if self._look is not None:
                     await self._look.take(self.replica)
@@ -309,10 +312,14 @@ class GroupExchange(Exchange):
             InternalError: the digests differ.
         """
         replica, setup, group = self.replica, self.replica.setup, self.replica.group
-        told = await group.tell(replica.version, self._context.late + self._is_new)
-        versions = [round(version) for version, _ in told]
+        loop = self._context.config.loop
+        mark = () if loop is None else (0 if self._is_new else loop.mark,)
+        told = await group.tell(replica.version, self._context.late + self._is_new, *mark)
+        versions = [round(version) for version, *_ in told]
         newest, rank = max(versions), setup.group.rank
-        new = [late == NEW for _, late in told]
+        new = [late == NEW for _, late, *_ in told]
+        marks = {one for version, _, *rest in told for one in rest if version == newest and one}
+        self._in_step &= len(marks) < 2
         self._newcomers.update(one for one, is_new in zip(setup.ranks, new, strict=True) if is_new)
         root = versions.index(newest)
         if newest >= 0 and any(new):
@@ -321,7 +328,7 @@ class GroupExchange(Exchange):
             )
             if root < 0:
                 return _nothing
-        if newest < 0 and any(late for _, late in told):
+        if newest < 0 and any(late for _, late, *_ in told):
             return _nothing  # the run had parameters: nobody begins it again
         if newest < 0:  # no worker with the initial parameters is left
             newest = self._first_version
