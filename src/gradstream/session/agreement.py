@@ -65,6 +65,7 @@ class ReplicaAgreement:
 
     @place.setter
     def place(self, place: tuple[str, int, int]) -> None:
+        """Goes on from there."""
         self._suspect, self._since, self._made = place
 
     def suspect(self, names: str) -> None:
@@ -217,6 +218,7 @@ class Digest:
 
     @place.setter
     def place(self, place: tuple[int, int]) -> None:
+        """Begins the next piece there."""
         self._begin, self._index = place
 
     def next(self) -> tuple[str, int]:
