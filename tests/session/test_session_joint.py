@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gradstream as gs
-from gradstream.errors import ConfigError, GradientError, ReplicasDifferError
+from gradstream.errors import GradientError, ReplicasDifferError
 from gradstream.session.gradient_vector import GradientWriter
 from gradstream.session.gradients import GradientReducer
 from gradstream.testing.sessions import loop_in_threads
@@ -471,14 +470,6 @@ def test_a_scaler_skips_the_step_of_all_where_one_gradient_overflows() -> None:
 
 
 def test_refusals_say_what_to_do() -> None:
-    def lbfgs(session: gs.Session) -> None:
-        model = nn.Linear(4, 2)
-        session.wrap(model, torch.optim.LBFGS(model.parameters()))
-
-    # No worker joins, and in threads the run waits for them as long as it may.
-    with pytest.raises(ConfigError, match="LBFGS searches along a line"):
-        loop_in_threads(lbfgs, deadlines=dataclasses.replace(DEADLINES, join_s=1))
-
     def sparse(session: gs.Session) -> None:
         model = nn.Embedding(4, 2, sparse=True)
         _, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -410,12 +409,6 @@ def test_what_is_exchanged_may_be_encoded(strategy: gs.Strategy, codec: str) -> 
 
 
 def test_what_cannot_be_is_refused() -> None:
-    def loop(session: gs.Session) -> None:
-        model = net()
-        session.wrap(model, torch.optim.LBFGS(model.parameters()))
-
-    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times"):
-        loop_in_threads(loop, strategy=gs.LocalSGD(), deadlines=dataclasses.replace(DEADLINES, join_s=1))
     with pytest.raises(ConfigError, match="delay=1 with a training loop of your own: it waits"):
         in_two(gs.LocalSGD(delay=1), plain(momentum, 2))
 

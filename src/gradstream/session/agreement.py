@@ -367,6 +367,38 @@ class GradientRounds:
             vector.unscaled(mean), vector.fired(mean), vector.broken(mean), vector.present(mean)
         )
 
+    def mean_loss(self, loss: Any, scale: float) -> Any:
+        """The mean of a loss over all workers, weighted as the gradients of the last round, in a round of its own.
+
+        Args:
+            loss: what a closure has returned.
+            scale: factor by which this worker has multiplied its gradients.
+
+        Raises:
+            ConfigError: it is no number.
+            ReplicasDifferError: see `exchange`.
+        """
+        try:
+            own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"optimizer.step: the closure returned a {type(loss).__name__}, expected the loss, for the search"
+            ) from error
+        count, none = self._bridge.round_samples, [0.0] * len(self._wrapped.parameters)
+        checks = [self._rounds, self.steps, 0, 0]
+
+        def write(into: torch.Tensor) -> None:
+            into.zero_()
+            into[0] = own * scale if count else 0.0
+            self._vector.finish(into, [none, none, none], checks, scale)
+
+        write(self._bridge.open(count, silent=True))
+        mean = self._bridge.exchange(math.nan, write)
+        if self._vector.differing(mean, checks):
+            raise self._out_of_step()
+        found = float(self._vector.unscaled(mean)[0])
+        return loss.new_tensor(found) if isinstance(loss, torch.Tensor) else found
+
     def end(self) -> None:
         """Ends the rounds. If replicas have ever differed, a last agreement gives them the same bits.
 

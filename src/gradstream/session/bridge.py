@@ -235,6 +235,7 @@ class LoopBridge:
         self._context: LoopContext | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._turn = Turn(0, 0.0, math.nan)  # the user's current turn, or the last one
+        self._is_first = True  # of its step
         self._round: Round | None = None  # the worker's round for that turn
         self._rewrite: Callable[[torch.Tensor], object] = _nothing  # writes the round's vector again
         self._worker_end: BaseException | bool = (
@@ -356,8 +357,8 @@ class LoopBridge:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the submitted round belongs to no step of the loop."""
-        return self._turn.silent
+        """Whether no newcomer can begin with the submitted round: it is not the first one of a step of the loop."""
+        return self._turn.silent or not self._is_first
 
     @property
     def left(self) -> Left | None:
@@ -492,6 +493,7 @@ class LoopBridge:
         """
         with self._condition:
             self._turn, self._rewrite = replace(self._turn, loss=loss), rewrite
+            self._is_first = not self.counts.unfinished  # an evaluation of a closure may have been before
             self.counts.hand_over(self._turn.samples, silent=self._turn.silent)
             self._pass_to("worker")
             self._wait()

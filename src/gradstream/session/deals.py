@@ -298,7 +298,9 @@ class LoaderDeals:
             if self._repeat is None and (first := next(iteration.order, None)) is not None:
                 iteration.order, self._repeat = chain([first], iteration.order), packed(first)
             repeat = _unpacked(self._repeat)
-            size = len(self._takeover.roster.now)  # a piece of the usual size: some layers refuse a single sample
+            size = len(
+                self._takeover.roster.now
+            )  # a piece of the usual size: some layers refuse a single sample
             return (self._cut(repeat, slice(0, None, size)) if self._split else repeat), 0
         batch = _unpacked(self._batches[item[:2]])
         if item.pieces > 1:

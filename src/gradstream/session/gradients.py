@@ -107,7 +107,8 @@ class GradientReducer:
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Averages gradients that no backward has averaged, and refuses unusable ones.
 
-        If the step has a closure that computes the gradients, this happens after each call of the closure.
+        If the step has a closure that computes the gradients, this happens after each call of the closure, and LBFGS,
+        which searches by the loss that the closure returns, gets its mean over the samples of all workers.
 
         Returns:
             None, or the arguments for the step.
@@ -121,10 +122,14 @@ class GradientReducer:
             self._average_rest(optimizer)
             return None
 
+        said, searches = self._counted.said, isinstance(optimizer, torch.optim.LBFGS)
+
         def averaged() -> Any:
+            if said is not None:
+                self._counted.set(said)  # of the step: of each evaluation
             loss = closure()
             self._average_rest(optimizer)
-            return loss
+            return self.rounds.mean_loss(loss, self._writer.scale) if searches else loss
 
         if len(args) > 1:
             return (args[0], averaged, *args[2:]), kwargs

@@ -261,7 +261,10 @@ class StepBinding(ModuleBinding):
 
 
 def around_each_step(
-    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[float], None]
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[], None],
+    after: Callable[[float], None],
+    evaluated: Callable[[], None] = lambda: None,
 ) -> None:
     """Calls functions before and after each step of an optimizer, which keeps its state and hooks.
 
@@ -273,12 +276,25 @@ def around_each_step(
         optimizer: the user's optimizer.
         before: called before each step.
         after: called after each step with the loss that the step returned, or NaN.
+        evaluated: called after each call of a step's closure.
     """
     original = optimizer.step
 
     @functools.wraps(original)  # keeps the mark of a scheduler that was made before
     def stepped(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         before()
+        closure = args[0] if args else kwargs.get("closure")
+
+        def evaluate() -> Any:
+            assert closure is not None
+            loss = closure()
+            evaluated()
+            return loss
+
+        if closure is not None and args:
+            args = (evaluate, *args[1:])
+        elif closure is not None:
+            kwargs["closure"] = evaluate
         result = original(*args, **kwargs)
         after(_loss_of(result))
         return result

@@ -127,6 +127,11 @@ class SampleCount:
         """Sets the number of samples of the next exchange."""
         self._set = samples
 
+    @property
+    def said(self) -> float | None:
+        """What `set` has set for the next exchange."""
+        return self._set
+
     def see(self, samples: int | None) -> None:
         """Notes that the model was called with this many samples in training mode."""
         self._seen = _plus(self._seen, samples)

@@ -100,7 +100,7 @@ class Session:
         Args:
             model: a module. Under strategies that return the optimizer unchanged also a list or tuple of modules;
                 under all but `synchronous` and `allreduce` in main memory, with float32 or float64 parameters.
-            optimizer: any optimizer but LBFGS, or a list or tuple of them. Under strategies that return another
+            optimizer: any optimizer, or a list or tuple of them. Under strategies that return another
                 optimizer, the servers make the updates of `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad`, with the
                 current learning rate of `param_groups`; wrap such an optimizer before its first step. Any other
                 optimizer runs on each worker, which pushes its steps; not every strategy can use those.

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import LBFGS
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -283,13 +282,6 @@ class WorkerSession(Session):
         return model, cast(O, wrapped if isinstance(optimizer, TorchOptimizer) else [wrapped])
 
     def _wrap_replicas(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
-        for optimizer in optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise ConfigError(
-                    "session.wrap: LBFGS searches along a line by the loss that its closure returns, which "
-                    "is of this worker's samples alone, so workers would take different steps. Use SGD, Adam "
-                    "or another optimizer that computes its step from the gradient"
-                )
         self._optimizers = optimizers
         binding = ReplicaBinding(modules, optimizers)
         bridge = self._begin(binding, description_of(*optimizers))
@@ -319,11 +311,6 @@ class WorkerSession(Session):
             torch_optimizer.register_step_post_hook(reducer.after_step)
 
     def _wrap_local(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
-        if any(isinstance(torch_optimizer, LBFGS) for torch_optimizer in optimizers):
-            raise ConfigError(
-                "session.wrap: LBFGS evaluates the loss several times a step, so the samples of a step, the worker's "
-                "weight, cannot be counted: use SGD, Adam or another optimizer that evaluates it once"
-            )
         joined = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         groups = [group["params"] for torch_optimizer in optimizers for group in torch_optimizer.param_groups]
         trained = {id(p): p for group in groups for p in group if p.requires_grad}
@@ -339,9 +326,15 @@ class WorkerSession(Session):
         one_round = LocalRound(bridge, steps, binding, len(optimizers), is_new=is_new)
         self._round = one_round
 
+        first_evaluation = list[float]()  # its samples: LBFGS makes several in a step, of the same ones
+
+        def evaluated() -> None:
+            first_evaluation.append(self._taken_samples())
+
         def made(optimizer: TorchOptimizer, loss: float) -> None:
             binding.watch.check_groups(self._where(), optimizer.param_groups)
-            samples, _ = whole(self._taken_samples())
+            samples, _ = whole(first_evaluation[0] if first_evaluation else self._taken_samples())
+            first_evaluation.clear()
             one_round.stepped(samples, self._log.step(loss), optimizer)
 
         def before() -> None:
@@ -349,7 +342,7 @@ class WorkerSession(Session):
             self._check_unchanged()
 
         for torch_optimizer in optimizers:
-            around_each_step(torch_optimizer, before, partial(made, torch_optimizer))
+            around_each_step(torch_optimizer, before, partial(made, torch_optimizer), evaluated)
         hook = BeforeForward(one_round.called, self._forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
