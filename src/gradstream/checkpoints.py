@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from gradstream.checkpoint.distributed import is_distributed, read_distributed, write_distributed
+from gradstream.checkpoint.folder import FOLDER
 from gradstream.checkpoint.layouts import (
     INDEX,
     MODEL,
@@ -75,7 +76,7 @@ def load(path: str | Path, checkpoint: str | None = None) -> Checkpoint:
         >>> optimizer.load_state_dict(checkpoint.optimizers[0])  # doctest: +SKIP
     """
     path = Path(path)
-    if checkpoint is not None or (path / "run.json").is_file():
+    if checkpoint is not None or (path / "run.json").is_file() or (path / FOLDER).is_dir():
         path = kept_parameters(path, checkpoint).parent
     if is_distributed(path):
         return _of_distributed(path, read_distributed(path))

@@ -13,8 +13,11 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import newest
+from gradstream.checkpoint.copies import CopyKeeper
 from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.checkpoint.folder import data_offset
+from gradstream.checkpoint.manifest import STATE
+from gradstream.checkpoint.policy import Policy
 from gradstream.checkpoint.snapshot import NodeSnapshots
 from gradstream.run import nodes as run_nodes
 from gradstream.run.simulated import SimulatedCluster
@@ -215,3 +218,54 @@ def test_parts_that_nobody_writes_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     run = simulate(MODEL, DATA, storage=MemoryStorage(), **GROUP)
     failed = [event for event in run.events if event["event"] == "checkpoint_failed"]
     assert failed and "worker-0 has reported" in failed[0]["message"]
+
+
+# ---- copies ----------------------------------------------------------------------------------
+
+
+QUICK_DISK = SimulationConfig(costs={"gradient": Cost(base_s=0.03)})
+
+
+def copying(monkeypatch: pytest.MonkeyPatch, copies: dict[int, MemoryStorage]) -> None:
+    """Lets workers of these ranks be on another machine, and keep copies there."""
+    member_of = run_nodes.member_of
+
+    def far(plan: Any, runtime: Any, endpoint: Any, role: str, rank: int, **options: Any) -> Any:
+        member = member_of(plan, runtime, endpoint, role, rank, **options)
+        if role == "worker" and rank in copies:
+            member.node.elsewhere = True
+            CopyKeeper(runtime, endpoint, copies[rank], Policy(keep_last=1))
+        return member
+
+    monkeypatch.setattr(run_nodes, "member_of", far)
+
+
+@pytest.mark.parametrize("job", [JOB, GROUP], ids=["servers", "group"])
+def test_a_second_machine_has_a_copy_to_the_byte(
+    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any]
+) -> None:
+    copies, storage = {1: MemoryStorage()}, MemoryStorage()
+    copying(monkeypatch, copies)
+    run = simulate(MODEL, DATA, storage=storage, **{**job, "keep_last": 100, "config": QUICK_DISK})
+    sent = [event for event in run.events if event["event"] == "checkpoint_copy"]
+    assert sent
+    assert {(event["worker"], event["error"]) for event in sent} == {("worker-1", "")}
+    folder = sent[-1]["folder"]
+    assert copies[1].names("checkpoints") == [folder.rpartition("/")[2]]
+    assert {path: data for path, data in storage.files.items() if path.startswith(f"{folder}/")} == {
+        path: bytes(data) for path, data in copies[1].files.items()
+    }
+
+
+def test_a_torn_copy_is_none_and_the_next_machine_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torn(MemoryStorage):
+        def patch(self, path: str, pieces: Any) -> None:
+            super().patch(path, [(at, bytes(len(piece))) for at, piece in pieces if not path.endswith(STATE)])
+
+    copies: dict[int, MemoryStorage] = {1: Torn(), 2: MemoryStorage()}
+    copying(monkeypatch, copies)
+    run = simulate(MODEL, DATA, storage=MemoryStorage(), **{**GROUP, "config": QUICK_DISK})
+    sent = [event for event in run.events if event["event"] == "checkpoint_copy"]
+    assert {event["worker"]: bool(event["error"]) for event in sent} == {"worker-1": True, "worker-2": False}
+    assert not copies[1].files
+    assert newest(copies[2], lambda error: None) is not None

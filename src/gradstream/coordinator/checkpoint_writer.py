@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
+from gradstream.checkpoint.copies import send_copy
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
 from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.checkpoint.folder import prune, sweep
@@ -33,7 +34,7 @@ from gradstream.checkpoint.own_state import (
 )
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.context import CoordinatorContext
-from gradstream.coordinator.lead import Instruction
+from gradstream.coordinator.lead import Emit, Instruction
 from gradstream.coordinator.shares import Shares
 from gradstream.coordinator.snapshot import Commit, Discard, Prepare, Snapshot
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
@@ -41,6 +42,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import DataError, GradstreamError, RefusedError
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Work
+from gradstream.telemetry.events import CheckpointCopyEvent
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import member_name, part_map_of
@@ -100,6 +102,7 @@ class CheckpointWriter:
         self._open: dict[int, _Open] = {}  # by number of the snapshot
         self._left_over = False  # whether files of a failed draft may still be there
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._copies = _Copies(context)
 
     def carry_out(self, instruction: Instruction) -> None:
         """Begins to carry out an instruction; the state machine gets the outcome."""
@@ -110,7 +113,8 @@ class CheckpointWriter:
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     async def finish(self) -> None:
-        """Waits until all instructions are carried out."""
+        """Waits until all instructions are carried out. A copy that is under way is given up."""
+        self._copies.stop()
         await self._runtime.gather(*self._tasks)
 
     async def _work(self, instruction: Prepare | Commit | Discard) -> None:
@@ -122,6 +126,7 @@ class CheckpointWriter:
                 out = rounds.prepared(snapshot, places, age_s())
             elif isinstance(instruction, Commit):
                 folder, size_bytes = await self._commit(snapshot)
+                self._copies.send(folder)
                 out = rounds.committed(snapshot, folder, size_bytes, age_s())
             else:
                 await self._discard(snapshot)
@@ -365,6 +370,60 @@ def _part(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:
     """Returns the index-th of `count` parts of equal length."""
     length = len(numbers) // count
     return numbers[index * length : (index + 1) * length]
+
+
+# ---- copies ------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Sends each checkpoint to one worker on another machine, if there is any. See `checkpoint/copies.py`."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+        self._newest = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def send(self, folder: str) -> None:
+        """Begins to send a checkpoint, or does so once the one before is sent."""
+        self._newest = folder
+        if self._task is None and self._workers():
+            self._task = self._context.runtime.spawn(self._send(), name="checkpoint-copies")
+
+    def stop(self) -> None:
+        """Gives up what is under way."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _workers(self) -> list[str]:
+        return [node.name for node in self._context.membership.nodes.workers if node.elsewhere]
+
+    async def _send(self) -> None:
+        context, folder = self._context, ""
+        runtime, patience_s = (
+            context.runtime,
+            context.deadlines.patience_s,
+        )  # a worker reads the whole copy again
+        while folder != self._newest:
+            folder = self._newest
+            for worker in self._workers():
+                begun_ns, size_bytes, fault = runtime.now(), 0, ""
+                try:
+                    size_bytes = await send_copy(runtime, context.endpoint, folder, worker, patience_s)
+                except FileNotFoundError:
+                    break  # a newer one has taken its place
+                except (OSError, GradstreamError) as error:
+                    fault = f"{type(error).__name__}: {error}"
+                event = CheckpointCopyEvent(
+                    folder=folder,
+                    worker=worker,
+                    size_bytes=size_bytes,
+                    total_s=(runtime.now() - begun_ns) / 1e9,
+                    error=fault,
+                )
+                context.carry_out([Emit(event)])
+                if not fault:
+                    break
+        self._task = None
 
 
 # ---- checkpoint handler ------------------------------------------------------------------

@@ -35,6 +35,7 @@ from gradstream.run.files import HOSTS, JOB
 from gradstream.run.node_spec import NodeSpec
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import escaped, parse_json, read_regular, read_settings
+from gradstream.untrusted.text import check_name
 
 # ---- seals -------------------------------------------------------------------------------
 # The seal of a run folder, which tells a user's own runs from folders that came from elsewhere.
@@ -56,6 +57,11 @@ def state_folder() -> Path:
     path = os.environ.get("XDG_STATE_HOME", "")
     home = Path(os.path.expanduser("~"))
     return (Path(path) if Path(path).is_absolute() else home / ".local" / "state") / "gradstream"
+
+
+def copies_folder(run: str) -> Path:
+    """Where a machine keeps copies of the checkpoints of another machine's run, by the run's id."""
+    return state_folder() / "copies" / check_name(run, "the run's id")
 
 
 def checked_folder(folder: Path) -> Path:

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from gradstream.checkpoint.copies import CopyKeeper
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
+from gradstream.checkpoint.policy import Policy
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, RunStoppedError
 from gradstream.coordinator.client.member import BoundaryError
@@ -37,6 +39,7 @@ from gradstream.job.code import run_kept
 from gradstream.job.job import Job, build_model
 from gradstream.job.losses import losses_of
 from gradstream.job.plan import RunPlan
+from gradstream.run.launches import copies_folder
 from gradstream.run.local.environment import SWITCH_INTERVAL_S, stop_signal
 from gradstream.run.local.forkserver import show_warnings
 from gradstream.run.node_spec import NodeSpec
@@ -46,6 +49,7 @@ from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.events import FailedEvent, FinishedEvent, StartedEvent, StoppedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -244,6 +248,9 @@ async def _run(
         if spec.elsewhere:
             patience_s = job.deadlines.patience_s
             runtime.storage = ElsewhereStorage(root, endpoint, COORDINATOR, silence_s=patience_s)
+            if role == "worker":
+                copies = DiskStorage(copies_folder(spec.id))
+                CopyKeeper(runtime, endpoint, copies, Policy(keep_last=job.keep_last))
         say(address=endpoint.address)
 
         carried = Carried()

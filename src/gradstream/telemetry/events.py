@@ -639,6 +639,18 @@ class CheckpointEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCopyEvent(Event):
+    """A worker on another machine has a copy of a checkpoint, or could not get one (coordinator)."""
+
+    name: ClassVar[str] = "checkpoint_copy"
+    folder: str
+    worker: str
+    size_bytes: int
+    total_s: float  # of sending it
+    error: str  # "" if the copy is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailedEvent(Event):
     """A snapshot could not become a checkpoint; the run continues (coordinator)."""
 

@@ -129,6 +129,7 @@ METHODS: Mapping[str, Method] = {
     # Checkpoints, for nodes on machines without the run directory.
     "keep": Method(served_by=_COORDINATOR, callers=_MEMBER),
     "kept": Method(served_by=_COORDINATOR, callers=_MEMBER),
+    "copy": Method(served_by=_WORKER, callers=_COORDINATOR),  # of a checkpoint, for a second machine
     # The parameter server. A fetch may name each chunk, with the version that the worker has.
     "push": Method(served_by=_SHARD, callers=_COMPUTES, chunks=True),
     "fetch": Method(served_by=_SHARD, callers=_COMPUTES, request_bytes=MAX_HEADER_BYTES),
