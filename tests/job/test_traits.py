@@ -261,7 +261,7 @@ def test_each_rule_is_broken_by_some_pair() -> None:
     asked = [options for pair in pairs if (options := together(*pair)) is not None]
     for traits in itertools.chain.from_iterable(everything(job_of(options)) for options in asked):
         met.update(conflicts(traits))
-    for options in KINDS.values():
+    for options in [*KINDS.values(), {"strategy": "synchronous", "codec": "int8"}]:
         own = {name: value for name, value in options.items() if name not in ("model", "data", *TOLD)}
         for traits in everything(replace(session_job(), **own)):
             met.update(conflicts(traits))

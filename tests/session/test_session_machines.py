@@ -221,6 +221,76 @@ def test_a_loop_on_two_machines_is_stopped_and_goes_on(
     check_same(alone / "run", tmp_path / "a" / "run")
 
 
+GROWING = """
+import json
+import sys
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import gradstream
+
+folder, N, EPOCHS = Path(sys.argv[1]), 8 * 24 + 3, 2
+session = gradstream.join()
+
+
+class Used(nn.Module):
+    # The gradient of a minibatch has an entry for each of its samples, so the parameters tell what was used.
+    def __init__(self):
+        super().__init__()
+        self.uses = nn.Parameter(torch.zeros(EPOCHS, N, dtype=torch.float64))
+
+    def forward(self, ids, epoch):
+        return self.uses[epoch][ids].sum() / len(ids)
+
+
+model = Used()
+loader = session.shard(DataLoader(TensorDataset(torch.arange(N)), batch_size=8, shuffle=True))
+if session.rank:
+    (folder / "coming").touch()
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+begun_at = session.step
+for epoch in range(EPOCHS):
+    for (ids,) in loader:
+        while session.step == 3 and not (folder / "coming").exists():
+            time.sleep(0.05)
+        optimizer.zero_grad()
+        model(ids, epoch).backward()
+        optimizer.step()
+        time.sleep(0.2)
+session.close()
+once = bool((model.uses.detach() != 0).all())
+total = round(float(model.uses.detach().sum()), 9)
+told = [once, total, session.world_size, session.step, begun_at > 0]
+(folder / f"{session.rank}.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.mark.limit_s(300)
+def test_a_machine_joins_a_run_that_has_begun_beyond_the_number_at_its_beginning(
+    machines: Machines, tmp_path: Path
+) -> None:
+    a, b = machines[0], machines[1]
+    told = tmp_path / "told"
+    told.mkdir()
+    arguments = ("train", "own.py", "--listen", a.address, "--wait", "1", "--run-dir", "run", "--", str(told))
+    launcher = Program(a, tmp_path / "a", "gradstream", *arguments, script=GROWING)
+    words = shlex.split(launcher.line(r"(gradstream join .*)")[1])
+    launcher.line(r"step \d")
+    joined = Program(b, tmp_path / "b", *words, script=GROWING)
+    status, said = joined.end()
+    assert status == 0, said + launcher.end()[1]
+    assert "with worker-1" in said
+    status, said = launcher.end()
+    assert status == 0, said
+    assert "accounted for  390 samples" in said
+    first, second = (json.loads((told / f"{rank}.json").read_text()) for rank in range(2))
+    assert first[:4] == second[:4]
+    assert first[0], "not each sample was used once an epoch"
+    assert (first[2], first[4], second[4]) == (2, False, True)
+
+
 def by_torchrun(machine: Machine, folder: Path, number: int, first: Machine, **environment: str) -> Program:
     """The same command on each of two machines, but for its number."""
     there = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")

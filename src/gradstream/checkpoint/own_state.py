@@ -163,11 +163,13 @@ async def receive_file(
     """
     stream = await endpoint.open(node, method, v1.Body(data=request), priority=Priority.CONTROL)
     parts: list[bytes] = []
+    size_bytes = 0
     try:
         await stream.end()
         while (received := await stream.recv(silence_s)) is not None:
             parts.append(received.frame.body.data)
-            if sum(map(len, parts)) > limit_bytes:
+            size_bytes += len(parts[-1])
+            if size_bytes > limit_bytes:
                 raise RefusedError(node, "BAD_REQUEST", f"its {method} has more than {limit_bytes} bytes")
     finally:
         stream.cancel("done")
