@@ -106,12 +106,12 @@ Texts = dict[str, dict[str, str]]
 
 
 def keep_configs(storage: Storage, modules: Sequence[nn.Module]) -> None:
-    """Writes the configurations of models of transformers; nothing if there are none, or the disk is full."""
-    if texts := configs_of(modules):
-        try:
+    """Writes the configurations of models of transformers; nothing if there are none, or they cannot be written."""
+    try:
+        if texts := configs_of(modules):
             storage.write(PRETRAINED, json.dumps(texts).encode())
-        except OSError:
-            pass  # the run can do without
+    except (OSError, TypeError):  # the disk is full, or a configuration has objects: the run can do without
+        pass
 
 
 def configs_of(modules: Sequence[nn.Module]) -> Texts:
