@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from gradstream._train import check_ways, launch
 from gradstream.checkpoint import Resume, to_resume
+from gradstream.checkpoint.own_state import is_for_any_size, read_loop
 from gradstream.data.alike import NUMBER, checks_of, differences
 from gradstream.data.download import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
@@ -77,7 +78,7 @@ def resume(
     A synchronous run ends with the same bytes as an uninterrupted one, even with another number of servers. With
     another number of workers or another batch size, the run continues at the same sample: no sample of the epoch is
     skipped or repeated. An asynchronous run uses every sample once. Without a checkpoint the run starts over, with a
-    message. A script with its own training loop runs again from its top: `session.skip()` returns how far it had got.
+    message. A script with its own training loop runs again from its top, and its loaders continue where they were.
 
     Args:
         path: the run directory.
@@ -126,15 +127,19 @@ def resume(
         time_s = _mend_events(path / "events.jsonl")
         newest = to_resume(DiskStorage(path), _refused, from_start=from_start)
     if newest is not None and is_script(job) and job.workers != newest[1].workers:
-        raise ConfigError(
-            f"workers={job.workers}, but the run in {path} had {newest[1].workers} workers, and its script has a "
-            "training loop of its own, whose workers continue in their own parts of the data: resume it with "
-            f"workers={newest[1].workers}"
-        )
-    num_lost = job.workers - len(newest[1].steps) if newest is not None and is_script(job) else 0
+        folder, manifest = newest
+        if not is_for_any_size(read_loop(DiskStorage(path), folder, "", manifest.steps)):
+            raise ConfigError(
+                f"workers={job.workers}, but the run in {path} had {manifest.workers} workers, and its script has a "
+                "training loop of its own, whose workers continue in their own parts of the data: resume it with "
+                f"workers={manifest.workers}. Scripts that take all minibatches from DataLoaders of session.shard and "
+                "do not call session.skip may have another number"
+            )
+    before = job.workers if newest is None else newest[1].workers
+    num_lost = before - len(newest[1].steps) if newest is not None and is_script(job) else 0
     if num_lost and not job.allow_lost:
         raise ConfigError(
-            f"{path} goes on from a checkpoint that was made when {num_lost} of {job.workers} workers were "
+            f"{path} goes on from a checkpoint that was made when {num_lost} of {before} workers were "
             "lost: it does not say where their scripts have to go on, nor which data the others had taken over, "
             "so some data would be left out and some come twice. allow_lost=True, or --allow-lost, accepts that"
         )
@@ -260,9 +265,7 @@ def _on_workers(plan: RunPlan) -> str:
     """Names the optimizer state that no checkpoint has: that of workers that make their own steps; "" if none."""
     if not plan.trains_locally:
         return ""
-    if plan.open_ended:
-        return "the state of each loop's own optimizer, unless the script saves and loads it,"
-    if plan.replicas:  # each worker's own, which the checkpoint has
+    if plan.open_ended or plan.replicas:  # each worker's own, which the checkpoint has
         return ""
     names = ", ".join(plan.optimizer.state_names)
     return names and f"{names} of each worker's own {type(plan.optimizer).__name__}"

@@ -15,8 +15,9 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.checkpoint.format import load, save
+from gradstream.checkpoint.own_state import STATES
 from gradstream.errors import ConfigError, DataError
-from gradstream.session.registered import STATES, Registered
+from gradstream.session.registered import Registered
 
 
 def carried(registered: Registered) -> Any:

@@ -43,7 +43,7 @@ class Samples(torch.utils.data.Dataset):
         return self.x[index] + 0.1 * torch.randn(8), self.y[index]
 
 
-loader = session.shard(torch.utils.data.DataLoader(Samples(), batch_size=8, shuffle=True))
+loader = session.shard(torch.utils.data.DataLoader(Samples(), batch_size=8, shuffle=TrueMORE))
 model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=MOMENTUM)
 model, optimizer = session.wrap(model, optimizer)
@@ -54,8 +54,7 @@ scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7)
 seen = {"samples": 0, "epochs": [], "losses": torch.zeros(())}
 session.register(each_step=each_step, average=average, scaler=scaler, seen=seen, rng=True)
 session.register(each_epoch=each_epoch)
-begun = session.step
-for epoch in range(EPOCHS):
+for epoch in LOOP:
     for x, y in loader:
         SKIP
         seen["samples"] += len(x)
@@ -74,7 +73,7 @@ for epoch in range(EPOCHS):
 session.close()
 state = {"average": average.state_dict(), "scaler": scaler.state_dict(), "seen": seen, "rate": each_step.state_dict()}
 torch.save({**state, "drawn": torch.rand(3)}, Path(__file__).with_name(f"state-{session.rank}.pt"))
-print(f"rank {session.rank}: {begun} to {session.step}")
+print(f"rank {session.rank}: to {session.step}")
 """
 
 
@@ -103,33 +102,122 @@ def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -
     return caught.value
 
 
-def text_of(epochs: int, *, skip: bool, strategy: str = "'allreduce'", momentum: float = 0.9) -> str:
-    text = SCRIPT.replace("SKIP", "if session.skip():\n            continue" if skip else "pass")
-    return (
-        text.replace("EPOCHS", str(epochs)).replace("STRATEGY", strategy).replace("MOMENTUM", str(momentum))
-    )
+def text_of(epochs: int, how: str, **replaced: str) -> str:
+    replaced = {"STRATEGY": "'allreduce'", "MOMENTUM": "0.9", "MORE": "", **replaced}
+    replaced["SKIP"] = "if session.skip():\n            continue" if how == "skip" else "pass"
+    replaced["LOOP"] = "session.epochs(EPOCHS)" if how == "epochs" else "range(EPOCHS)"
+    text = SCRIPT
+    for word, by in {**replaced, "EPOCHS": str(epochs)}.items():
+        text = text.replace(word, by)
+    return text
+
+
+LOCAL = {
+    "STRATEGY": "'local-sgd', strategy_options={'every': 3}",
+    "loss.detach()": "0",  # of the last minibatch, a resumed loop has another one
+}
+PROCESSES = ", num_workers=1, generator=torch.Generator().manual_seed(7)"
 
 
 @pytest.mark.limit_s(200)
-@pytest.mark.parametrize("skip", [True])
+@pytest.mark.parametrize(
+    ("how", "replaced"),
+    [
+        ("skip", {}),
+        ("range", {}),
+        ("epochs", {}),
+        ("range", {"STRATEGY": "'synchronous'"}),
+        ("skip", LOCAL),
+        ("range", LOCAL),
+        ("epochs", LOCAL),
+        ("epochs", {"MORE": PROCESSES, "0.1 * torch.randn(8)": "0"}),
+    ],
+)
 def test_what_is_registered_goes_on_with_the_same_bytes(
-    skip: bool, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    how: str, replaced: dict[str, str], tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "own.py"
-    script.write_text(text_of(9, skip=skip))
+    script.write_text(text_of(9, how, **replaced))
     train(script, tmp_path / "whole", warm)
     whole = {path.name: path.read_bytes() for path in tmp_path.glob("state-*.pt")}
     assert len(whole) == 2
-    script.write_text(text_of(1000, skip=skip))
-    stopped = stop_after(script, tmp_path / "stopped", 21, warm)
+    script.write_text(text_of(1000, how, **replaced))
+    stopped = stop_after(script, tmp_path / "stopped", 7 if "every" in str(replaced) else 21, warm)
     folder = tmp_path / "stopped" / str(stopped.checkpoint)
     steps = json.loads((folder / "state.json").read_text())["steps"]
-    script.write_text(text_of(9, skip=skip))
-    gs.resume(tmp_path / "stopped", allow_changed=True)
-    log = (warm.logs / "worker-0.log").read_text()
-    assert f"rank 0: {steps['worker-0']} to 54" in log
+    assert 20 <= steps["worker-0"] < 54
+    script.write_text(text_of(9, how, **replaced))
+    run = gs.resume(tmp_path / "stopped", allow_changed=True)
+    assert run.summary["samples_accounted"] == 9 * 96
+    assert "rank 0: to 54" in (warm.logs / "worker-0.log").read_text()
     finals = [(tmp_path / name / FINAL_MODEL).read_bytes() for name in ("whole", "stopped")]
     assert finals[0] == finals[1]
     for name, state in whole.items():
         assert (tmp_path / name).read_bytes() == state, name
+
+
+@pytest.mark.limit_s(200)
+def test_a_rate_that_begins_anew_is_refused(
+    tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "own.py"
+    without = {"each_step=each_step, ": "", "session.register(each_epoch=each_epoch)": ""}
+    script.write_text(text_of(1000, "range", **without))
+    stop_after(script, tmp_path / "stopped", 8, warm)
+    with pytest.raises(
+        gs.errors.UserCodeError, match=r"its optimizer differs from that step: lr is .*Register"
+    ):
+        gs.resume(tmp_path / "stopped")
+    script.write_text(text_of(9, "range", **without))
+    gs.resume(tmp_path / "stopped", allow_changed=True)
+    assert "from here on: lr is " in (warm.logs / "worker-0.log").read_text()
+
+
+SEEN = """
+Path(__file__).with_name(f"seen-{session.rank}.txt").open("a").write(f"{epoch} {session.step} {x[:, 0].tolist()}\\n")
+"""
+
+
+@pytest.mark.limit_s(200)
+@pytest.mark.parametrize("strategy", ["'allreduce'", "'synchronous'"])
+@pytest.mark.parametrize("workers", [3, 1])
+def test_another_number_of_workers_uses_each_sample_once_an_epoch(
+    workers: int, strategy: str, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "own.py"
+    replaced = {"0.1 * torch.randn(8)": "0", "STRATEGY": strategy}
+
+    def text(epochs: int) -> str:
+        seen = SEEN.strip().replace("\\\\", "\\")
+        before = 'seen["samples"] += len(x)'
+        return text_of(epochs, "range", **replaced).replace(before, f"{seen}\n        {before}")
+
+    script.write_text(text(1000))
+    stopped = stop_after(script, tmp_path / "stopped", 21, warm)
+    folder = tmp_path / "stopped" / str(stopped.checkpoint)
+    steps = json.loads((folder / "state.json").read_text())["steps"]["worker-0"]
+    assert steps % 6, "stopped between two epochs"
+    before = [
+        line.split(" ", 2)
+        for rank in range(2)
+        for line in (tmp_path / f"seen-{rank}.txt").read_text().splitlines()
+    ]
+    for path in tmp_path.glob("seen-*.txt"):
+        path.unlink()
+    script.write_text(text(9))
+    gs.resume(tmp_path / "stopped", workers=workers, allow_changed=True)
+    after = [
+        line.split(" ", 2)
+        for rank in range(workers)
+        for line in (tmp_path / f"seen-{rank}.txt").read_text().splitlines()
+    ]
+    used = [(int(epoch), json.loads(x)) for epoch, step, x in before if int(step) < steps]
+    used += [(int(epoch), json.loads(x)) for epoch, _, x in after]
+    for epoch in range(9):
+        numbers = [number for e, x in used if e == epoch for number in x]
+        assert len(set(numbers)) == 96, epoch
+        # Where workers lack a minibatch for the last round, they repeat one that counts no samples.
+        assert 96 <= len(numbers) <= 96 + 8 * 2 * 2, epoch

@@ -46,6 +46,12 @@ EXTRA, EXTRA_FILE = "loop.", "loop"
 """Prefix of the tensors that a user's loop has besides its model, and their file in a checkpoint. They
 are not registered: the loop's optimizer makes them at its first step."""
 
+STATES = EXTRA + "registered"
+"""Name of the array with the states of a loop's registered objects, without their tensors, as JSON."""
+
+PLACES = "place in the data"
+"""Name of the loop's own place among these objects; no name that a script could give."""
+
 CHECK = EXTRA + "check"
 """Name of the numbers that an exchanged vector has behind the gradients of a loop. They are not parameters."""
 
@@ -326,6 +332,13 @@ def read_loop(
         except SafetensorError as error:
             raise DataError(f"{path}: {error}; resume from another checkpoint") from error
     return arrays
+
+
+def is_for_any_size(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether another number of workers can continue with the data of a loop that had this besides its model."""
+    states: dict[str, Any] = json.loads(arrays[STATES].tobytes())[0] if STATES in arrays else {}
+    _, pairs = states.get(PLACES, ("dict", []))
+    return bool(dict(pairs).get("any_size"))
 
 
 async def ask_own(endpoint: Endpoint, kind: Kind, node: str, silence_s: float, request: bytes = b"") -> bytes:

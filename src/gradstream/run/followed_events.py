@@ -220,7 +220,7 @@ class Ending:
     def command(self) -> str:
         """The command, or the call, that resumes the run."""
         if self.begins_again:
-            return "once the script goes on where it was, by session.skip() or session.step"
+            return "once the script goes on where it was: by loaders of session.shard, session.skip() or session.step"
         if not self.in_file:
             return f"gradstream.resume({str(self.run_dir)!r}, job=the job)"
         return f"gradstream resume {shlex.quote(str(self.run_dir))}"

@@ -15,7 +15,7 @@ from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, GradientError
 from gradstream.job.overrides import text_of_optimizer
 from gradstream.model.base import Layout, finite
-from gradstream.model.buffers import Buffers, Tree, leaves
+from gradstream.model.buffers import Arrays, Buffers, Tree, leaves
 from gradstream.model.built_module import Fixed
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.session.binding import GradientBinding, ParameterBinding
@@ -144,6 +144,19 @@ class LocalUpdates:
         binding.set_parameters(flat)
         return parameters
 
+    def saved(self) -> Arrays:
+        """The state of the rule and the number of steps, as arrays for a checkpoint."""
+        state = {f"{EXTRA}rule.{name}": vector.numpy().copy() for name, vector in self.state.items()}
+        return {**state, STEPS: np.array(self.steps)}
+
+    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Restores what `saved` has returned."""
+        for name, value in arrays.items():
+            if name.startswith(f"{EXTRA}rule."):
+                self.state[name.removeprefix(f"{EXTRA}rule.")] = torch.from_numpy(value.copy())
+            elif name == STEPS:
+                self.steps = int(value)
+
     def update(self, flat: torch.Tensor, gradient: torch.Tensor, rule: Optimizer) -> None:
         """Makes one step of a flat vector (n,), in place."""
         if not self.state:
@@ -266,9 +279,7 @@ class ArrayReplicaBinding(GradientBinding):
 
     def extra(self) -> Mapping[str, np.ndarray[Any, Any]]:
         """See `model.built_module.extra_of`: the update rule's state too."""
-        rule = self._updates.state
-        state = {f"{EXTRA}rule.{name}": vector.numpy().copy() for name, vector in rule.items()}
-        return {**super().extra(), **state, STEPS: np.array(self._updates.steps)}
+        return {**super().extra(), **self._updates.saved()}
 
     @override
     def load_fixed(self, frozen: Buffers) -> None:
@@ -276,10 +287,7 @@ class ArrayReplicaBinding(GradientBinding):
         for name, value in frozen.items():
             if name in self._arrays:
                 self._arrays[name][...] = value
-            elif name.startswith(f"{EXTRA}rule."):
-                self._updates.state[name.removeprefix(f"{EXTRA}rule.")] = torch.from_numpy(value.copy())
-            elif name == STEPS:
-                self._updates.steps = int(value)
+        self._updates.load(frozen)
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """The user's arrays."""

@@ -111,11 +111,15 @@ class ResumePoint:
     Attributes:
         skipped: iterations that the script has skipped.
         asked: whether the script has asked where the run continues.
+        has_entered: this worker has come to a run that others had begun or resumed.
+        again: whether the loop goes once more through the last iteration before the run was resumed, whose step is in
+            the model already. See `Registered.again`.
     """
 
     def __init__(self, steps: int | None) -> None:
         self.skipped = 0
         self.asked = False
+        self.again = self.has_entered = False
         self._steps = steps
         self._entered = 0
 
@@ -132,7 +136,7 @@ class ResumePoint:
     def skip(self) -> bool:
         """Counts an iteration; True if it was done before the run was resumed."""
         self.asked = True
-        if self.skipped == self.steps + self._entered:
+        if self.skipped == self.first:
             return False
         self.skipped += 1
         return True
@@ -144,10 +148,25 @@ class ResumePoint:
             steps: their number.
             skips: the script skips them itself; else its loaders lead to where the others are.
         """
+        self.has_entered = True
         if skips:
             self._entered = steps
         else:
-            self.asked, self.skipped = True, self.steps
+            self.pass_by()
+
+    @property
+    def first(self) -> int:
+        """Number of iterations before the first one that the loop goes through."""
+        return self.steps - self.again + self._entered
+
+    def end_again(self) -> None:
+        """The iteration that the loop goes through once more is over."""
+        self.again = False
+        self.skipped = self.first
+
+    def pass_by(self) -> None:
+        """Skips nothing: the loop does not begin at its first step."""
+        self.asked, self.skipped = True, self.first
 
     def next_step(self, batches: int) -> int | None:
         """The number of the next step since the run was resumed, negative while the script skips.
@@ -167,8 +186,8 @@ class ResumePoint:
         if self.steps and not self.asked:
             raise ConfigError(
                 f"this run was resumed at step {self.steps}, but the script begins its loop at the first step: "
-                "skip the iterations that are done (`if session.skip(): continue` at the top of the loop), or "
-                "begin the loop at session.step"
+                "take its minibatches from DataLoaders of session.shard, skip the iterations that are done (`if "
+                "session.skip(): continue` at the top of the loop), or begin the loop at session.step"
             )
 
 
@@ -380,7 +399,7 @@ class LoopBridge:
 
     def state(self) -> Mapping[str, np.ndarray[Any, Any]]:
         """See `Loop.state`."""
-        return self._registered.marked() if self.averages_gradients else {}
+        return self._registered.marked()
 
     def restore(self, state: Mapping[str, np.ndarray[Any, Any]], *, own: bool) -> None:
         """See `Loop.restore`. The user's thread waits until all workers have joined."""

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradstream.session.loaders_part import Takeover, packed
+from gradstream.session.places import LoaderPlace
 from gradstream.session.roster import FIRST
 
 # ---- deals -------------------------------------------------------------------------------
@@ -101,6 +102,7 @@ class LoaderDeals:
         split: each minibatch is split among the workers.
         cut: returns a slice of the samples of a minibatch.
         size: returns the number of samples of a minibatch, or None if that cannot be seen.
+        place: the loop's place in the loader, from which a resumed loop continues.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class LoaderDeals:
         split: bool,
         cut: Callable[[Any, slice], Any],
         size: Callable[[Any], int | None],
+        place: LoaderPlace | None = None,
     ) -> None:
         self._takeover = takeover
         self._rank = rank
@@ -124,6 +127,8 @@ class LoaderDeals:
         self._batches: dict[tuple[int, int], Any] = {}  # by epoch and place, of all items above
         self._repeat: Any = None  # the first minibatch of the epoch
         self._came: Mapping[str, Any] | None = None  # where the others are; None once this worker is there
+        self._place = place
+        self._is_resumed = False  # has read the place of a resumed run
         self._entered = FIRST  # with this round
         self._repeats = 0  # what a newcomer may still draw before its first round is over
         self._repeated = 0  # and has drawn, but not taken
@@ -139,6 +144,13 @@ class LoaderDeals:
             first: place of the first of them, not 0 if the loop continues at a saved place.
         """
         self.over()
+        place = None if self._came is not None or self._is_resumed else self._place
+        resumed = None if place is None else place.resumed
+        if resumed is not None and self._num_begun >= resumed["early"]:
+            self._is_resumed = True
+            self._came = {"begun": resumed["over"] + 1, "place": resumed["place"]}
+            self._returned.extend((Item(*item), rank) for *item, rank in resumed["returned"])
+            self._batches = {item[:2]: None for item in self._items()}
         index, came = self._num_begun, self._came
         self._num_begun += 1
         self._iteration = iteration = _Iteration(number, order, self._made, torch.is_grad_enabled())
@@ -340,6 +352,23 @@ class LoaderDeals:
     def mark(self) -> tuple[int, int]:
         """What is equal on workers that have dealt the same: iterations, and the place in the present one."""
         return self._num_begun, self._iteration.next_place if self._iteration.num_drawn else 0
+
+    def resting(self, over: int) -> dict[str, Any]:
+        """Where a resumed run goes on, as JSON: from the first minibatch that the loop has not taken.
+
+        Args:
+            over: number of iterations that the loop goes through no further.
+        """
+        if over == self._num_begun:
+            self.over()
+        self._settle()
+        ahead = list(self._columns)[self._num_taken :]
+        returned = [one for column in ahead for one in column.redone.items()] + list(self._returned)
+        places = [
+            item.place for column in ahead for item in column.items.values() if item not in column.redone
+        ]
+        place = 0 if over == self._num_begun else min(places, default=self._iteration.next_place)
+        return {"place": place, "returned": [[*item, rank] for item, rank in returned]}
 
     def saved(self) -> dict[str, Any]:
         """What a newcomer has to know, as JSON. Call it while the loop waits for the exchange of a round."""

@@ -80,7 +80,7 @@ class SessionEntry:
             "rounds": self.rounds(),
         }
         own = np.frombuffer(json.dumps(plain).encode(), np.uint8)
-        return {SESSION: own, **self._registered.saved()}
+        return {SESSION: own, **self._registered.marked()}
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Takes what `saved` of another worker has returned. The loop waits in `wrap`."""

@@ -131,15 +131,21 @@ class ShardedBatchSampler:
 
     def __iter__(self) -> Iterator[Any]:
         latest = self.latest = SamplerEpoch(self._random.epoch)
-        batches = self._drawn()
-        first = self.skipped if torch.is_grad_enabled() else 0  # else a validation
-        self.skipped -= first
+        batches, place = self._drawn(), self._part.place
+        is_over, first, number = (False, 0, 0) if place is None else place.begin()
+        if self.skipped and torch.is_grad_enabled():  # else a validation
+            first = number = self.skipped
+            self.skipped = 0
         if self.deals is not None:
+            first = number if place is None or not place.applies else 0  # else the deals pass them over
             self.deals.begin(latest.epoch, islice(batches, first, None), first)
             while (dealt := self.deals.draw()) is not None:
                 batch, count = dealt
                 latest.counts.append(count)
                 yield batch
+            return
+        if is_over:  # before the run was resumed
+            deque(batches, maxlen=0)
             return
         if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # others may be infinite
             self.orders.pop(latest.epoch, None)
@@ -147,7 +153,7 @@ class ShardedBatchSampler:
                 del self.orders[next(iter(self.orders))]
             order = self.orders[latest.epoch] = TakeoverOrder()
             batches = order.noted(batches)
-        for batch, count in self._part.taken(islice(batches, first, None), self._cut, self._size, first):
+        for batch, count in self._part.taken(islice(batches, first, None), self._cut, self._size, number):
             latest.counts.append(count)
             yield batch
 
@@ -161,8 +167,11 @@ class ShardedBatchSampler:
 
     def deal(self, takeover: Takeover, number: int) -> None:
         """Deals out the minibatches from now on, as those of the loader of this number."""
-        self.deals = LoaderDeals(takeover, self._part.rank, self._part.split, self._cut, self._size)
+        part = self._part
+        self.deals = LoaderDeals(takeover, part.rank, part.split, self._cut, self._size, part.place)
         takeover.add(number, self.deals)
+        if part.place is not None:
+            part.place.deals = self.deals
 
     def part_of(self, epoch: int, rank: int) -> list[Dealt] | None:
         """A worker's minibatches in an epoch, each with its counted samples; None if not all of it is in `orders`."""
@@ -221,13 +230,17 @@ class ShardedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         sampler: ShardedBatchSampler = self._index_sampler
         sampler.latest = None
+        deals, place = sampler.deals, self._part.place
+        while place is not None and place.is_behind:  # what these epochs draw from generators counts
+            deque(self._loaded(sampler, self.generator), maxlen=0)
+        sampler.latest = None
         if torch.is_grad_enabled():  # else a validation
             loaded, self._loaded_place = self._loaded_place, None
-            self._place = (sampler.epoch, 0) if loaded is None else (loaded["epoch"], loaded["taken"])
+            passed = 0 if place is None else place.passes
+            self._place = (sampler.epoch, passed) if loaded is None else (loaded["epoch"], loaded["taken"])
             if loaded is not None:
                 sampler.seek(*self._place, loaded["generators"])
             self._drawn_from = [generator.get_state() for generator in sampler.generators]
-        deals = sampler.deals
         if deals is not None and deals.is_over and self.num_workers:  # nothing for processes to do
             return self._loaded(sampler, self.generator)
         batches = super().__iter__()  # with worker processes this draws indices already
@@ -259,6 +272,8 @@ class ShardedLoader(DataLoader[Any]):
     ) -> Iterator[Any]:
         takeover, deals, trains = self._part.takeover, sampler.deals, torch.is_grad_enabled()
         steps: EpochSteps | None = None
+        if (place := self._part.place) is not None:
+            place.asks(at_beginning=True, ahead=epoch is not None)
         for batch in self._part.asked(batches):
             epoch = sampler.latest if epoch is None else epoch
             if epoch is None or not epoch.counts:
@@ -368,6 +383,9 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
             # torchdata's has drawn a seed of its own when it was made, on each worker another one.
             if type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator"):
                 sampler.generator.manual_seed(part.seed)
+    if part.place is not None:
+        part.place.columns = 1 if part.split else part.world_size
+        part.place.any_size = part.aligned and not divided
     state["_number"] = 0 if part.takeover is None else part.takeover.number()
     if part.takeover is not None and part.takeover.in_rounds:
         state[place].deal(part.takeover, state["_number"])

@@ -27,6 +27,7 @@ from gradstream.session.roster import Roster
 
 if TYPE_CHECKING:
     from gradstream.session.deals import LoaderDeals
+    from gradstream.session.places import LoaderPlace
     from gradstream.session.streams import StreamEnds
 
 T = TypeVar("T")
@@ -311,6 +312,7 @@ class LoaderPart:
         takeover: asks for the minibatches of lost workers; None if nobody takes them over.
         ask: called when the loop asks for a minibatch, before it is loaded.
         ends: where each worker reads its own part, finds the end of an epoch; None outside a session.
+        place: the loop's place in the loader; None if it is not known.
     """
 
     rank: int
@@ -323,6 +325,7 @@ class LoaderPart:
     takeover: Takeover | None = None
     ask: Callable[[], None] = lambda: None
     ends: StreamEnds | None = None
+    place: LoaderPlace | None = None
 
     def alone(self) -> LoaderPart:
         """The part of a worker whose data has only its own minibatches: all of them."""
@@ -379,14 +382,21 @@ class LoaderPart:
             yield repeat, 0
 
     def asked(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same minibatches. Calls `ask` before each, and before their end."""
+        """The same minibatches. Says before each, and before their end, that the loop asks for one."""
         source = iter(batches)
         while True:
-            self.ask()
+            if self.place is None:
+                self.ask()
+            else:
+                self.place.asks()
             try:
                 batch = next(source)
             except StopIteration:
+                if self.place is not None:
+                    self.place.ended = True
                 return
+            if self.place is not None:
+                self.place.taken += 1
             yield batch
 
     def noted(self, batches: Iterable[Any], first: int = 0) -> Iterator[Any]:

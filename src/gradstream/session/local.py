@@ -122,6 +122,9 @@ class LocalArrays(ArrayBinding):
         arrays: as for `ArrayBinding`.
         rule: the update rule of the first step.
         in_pairs, is_repeat: see `LocalModule`.
+
+    Attributes:
+        updates: makes the steps.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class LocalArrays(ArrayBinding):
         self._rule = rule
         self._in_pairs = in_pairs
         self._is_repeat = is_repeat
-        self._updates = LocalUpdates()
+        self.updates = LocalUpdates()
 
     def check_unchanged(self, where: str) -> None:
         """Does nothing: changes by the script are part of w - w_i."""
@@ -153,7 +156,7 @@ class LocalArrays(ArrayBinding):
         self.check(parameters)
         if self._is_repeat():
             gradients = rebuild(parameters, lambda name: np.zeros_like(self.by_name[name]))
-        self._updates.step(parameters, gradients, rule)
+        self.updates.step(parameters, gradients, rule)
 
     def copy_gradient(self, gradient: torch.Tensor) -> None:
         """Writes w - w_i, or w_i."""

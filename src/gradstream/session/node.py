@@ -19,6 +19,7 @@ from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import ConfigError, Interrupted, PeerLostError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.model.base import Reduction
+from gradstream.model.buffers import Buffers
 from gradstream.run.failures import typed_error
 from gradstream.run.local.environment import SWITCH_INTERVAL_S
 from gradstream.run.node import run_worker
@@ -117,6 +118,7 @@ class RunConnection:
         self._registered = registered
         self._host = host
         self._binding: ParameterBinding | None = None
+        self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
 
     def join(
@@ -155,6 +157,7 @@ class RunConnection:
         self._thread = threading.Thread(target=node, name="gradstream", daemon=True)
         self._thread.start()
         bridge.first()
+        self._buffers = binding.buffers() if self._registered.again else {}
         self._log.open()
         return bridge
 
@@ -169,6 +172,11 @@ class RunConnection:
         assert self._binding is not None and self.bridge is not None
         with self._binding.showing(self.bridge.fetch(), self.bridge.visible):
             yield
+
+    def restore_buffers(self) -> None:
+        """Sets the buffers with which the loop has joined: it has gone through a minibatch that they know already."""
+        assert self._binding is not None
+        self._binding.load_buffers(self._buffers)
 
     def leave(self) -> None:
         """Leaves the run, and waits for its end.

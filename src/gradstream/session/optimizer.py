@@ -269,8 +269,7 @@ def around_each_step(
     """Calls functions before and after each step of an optimizer, which keeps its state and hooks.
 
     Its `step` is wrapped, so closures, hooks and skipped parameters work for any optimizer, and the script may change
-    its options and drop or load its state. The run's checkpoints do not contain that state: a script that wants to
-    resume saves and loads it itself.
+    its options and drop or load its state.
 
     Args:
         optimizer: the user's optimizer.

@@ -12,12 +12,12 @@ import json
 import random
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from gradstream.checkpoint.own_state import EXTRA
+from gradstream.checkpoint.own_state import EXTRA, PLACES, STATES
 from gradstream.errors import ConfigError, DataError
 from gradstream.model.buffers import Arrays, arrays_of, set_tensor
 from gradstream.untrusted import say
@@ -143,13 +143,22 @@ def placed(value: Any, before: Any, owner: torch.Tensor | None, on_cpu: str, key
 
 # ---- registered objects ------------------------------------------------------------------
 
-STATES = EXTRA + "registered"
-"""Name of the array that holds everything but tensors, as JSON."""
-
 _REFUSAL = (
     "session.register: {where} is a {kind}; expected {expected}: store it as one of them, or have state_dict leave it "
     "out; or do not register the object"
 )
+
+
+class OwnStates(Protocol):
+    """States of optimizers, as arrays whose names begin with `EXTRA`."""
+
+    def saved(self) -> Arrays:
+        """The states as they are now."""
+        ...
+
+    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Restores what `saved` has returned; does nothing without it."""
+        ...
 
 
 class Registered:
@@ -159,14 +168,24 @@ class Registered:
     the minibatch of a step that is not in the model yet. By the time of the checkpoint the body has gone on (it has
     drawn random numbers, for instance), so the states are copied at that moment.
 
+    Under `synchronous` and `allreduce` the model of a checkpoint is that of the same moment. Under other strategies
+    `optimizer.step()` waits for the checkpoint, so the step of that minibatch is in the model, and what the body does
+    after it (a scheduler, an average of the weights) is not in the states. A resumed loop then goes through this body
+    once more, in which its optimizers change nothing.
+
     All methods but `marked` and `load` are called from the user's thread, and these two while it waits.
 
     Attributes:
         is_marked: whether the loop has asked for a minibatch since its last step.
+        again: whether the step of the minibatch for which the loop had asked is in the model from which it continues.
+        optimizers: further states, of the moment of the checkpoint.
     """
 
     def __init__(self) -> None:
-        self.is_marked = False
+        self.is_marked = self.again = False
+        self.optimizers: OwnStates | None = None
+        self._loaded: Mapping[str, np.ndarray[Any, Any]] = {}
+        self._has_asked = False  # the loop takes its minibatches from loaders, or calls `Session.skip`
         self._is_used = False  # the loop works on the next step
         self._keeps = False
         self._objects: dict[str, Any] = {}
@@ -190,8 +209,18 @@ class Registered:
             self._objects[name] = one
             if name in self._told:
                 _restore(name, one, self._told[name])
-            if self._keeps and _counts_ahead(one):
+            if self._keeps and counts_ahead(one):
                 self._mark([name])
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the script has registered anything."""
+        return any(name != PLACES for name in self._objects)
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether the script has registered a dict."""
+        return any(isinstance(one, dict) for one in self._objects.values())
 
     # ---- now ----------------------------------------------------------------------------
 
@@ -213,8 +242,11 @@ class Registered:
         Raises:
             DataError: an object refuses its state.
         """
+        if self.optimizers is not None:
+            self.optimizers.load(arrays)
         if STATES in arrays:
-            plain, generators = json.loads(arrays[STATES].tobytes())
+            self._loaded = arrays
+            plain, generators, self.again = json.loads(arrays[STATES].tobytes())
             self._told = {
                 name: decode(value, arrays) for name, value in plain.items() if own or name not in generators
             }
@@ -241,15 +273,16 @@ class Registered:
         if not live or self._is_used:  # a further minibatch of the same step
             return
         if self._told:  # but loaders have begun where their states were saved
-            self._restore([name for name, one in self._objects.items() if not _counts_ahead(one)])
-        self.is_marked = True
+            self._restore([name for name, one in self._objects.items() if not counts_ahead(one)])
+        self.is_marked = self._has_asked = True
         if self._keeps:
-            self._mark([name for name, one in self._objects.items() if not _counts_ahead(one)])
+            self._mark([name for name, one in self._objects.items() if not counts_ahead(one)])
 
     def uses(self) -> None:
         """Notes that the loop works on its next step. Without a call of `asks` since the last one it begins here."""
-        if not self.is_marked:
+        if not self.is_marked and not self._has_asked:
             self.asks()
+            self._has_asked = False
         if self._told:
             for name in sorted(self._told.keys() - self._objects.keys()):
                 say(f"the state of {name!r}, of the run so far, is dropped: the script has not registered it")
@@ -260,11 +293,19 @@ class Registered:
         """Notes that the loop has made a step."""
         self.is_marked = self._is_used = False
         if self._keeps:
-            self._mark([name for name, one in self._objects.items() if _counts_ahead(one)])
+            self._mark([name for name, one in self._objects.items() if counts_ahead(one)])
+
+    def passed(self) -> None:
+        """Notes that the loop has gone through the last body before the resume once more, up to its step."""
+        if self.optimizers is not None:
+            self.optimizers.load(self._loaded)
+        self._loaded = {}
+        self.stepped()
 
     def marked(self) -> Arrays:
-        """The states at the top of the body that is under way."""
-        return self._packed(self._marks)
+        """The states at the top of the body that is under way, and those of the optimizers now."""
+        optimizers = {} if self.optimizers is None else self.optimizers.saved()
+        return {**self._packed(self._marks), **optimizers}
 
     def _mark(self, names: Sequence[str]) -> None:
         for name in names:
@@ -285,10 +326,10 @@ class Registered:
                 state = self._told[name] if name in self._told else _state_of(name, self._objects[name])
                 plain[name] = encode(state, f"registered.{name}", held, _REFUSAL)
         generators = [name for name, one in self._objects.items() if one is True or isinstance(one, _KINDS)]
-        return packed([plain, generators], STATES, held) if plain else {}
+        return packed([plain, generators, not self.is_marked], STATES, held) if plain else {}
 
 
-def _counts_ahead(one: Any) -> bool:
+def counts_ahead(one: Any) -> bool:
     """Whether the state of an object already counts the minibatch that the loop works on: a loader's own state."""
     return (
         hasattr(one, "state_dict")

@@ -68,17 +68,29 @@ class Session:
     def skip(self) -> bool:
         """Whether the next step was made before the run was resumed.
 
-        In a resumed run, the first calls return True, one for each step that this worker has made; later calls return
-        False. In a new run all calls return False:
+        Only loops need it whose minibatches do not all come from DataLoaders of `shard`, which find their place
+        themselves. In a resumed run, the first calls return True, one for each step that this worker has made; later
+        calls return False. In a new run all calls return False:
 
-            for inputs, targets in loader:
+            for inputs, targets in batches:
                 if session.skip():
                     continue
 
         So the loop runs through its data to where it was, without computing. If it updates anything else in each step,
-        such as a scheduler, it has to do so before `continue` too.
+        it has to do so before `continue` too, unless that is registered.
         """
         return False
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yields the numbers of the epochs, as `range(number)`; in a resumed run, from the one in which the run was.
+
+            for epoch in session.epochs(10):
+                for inputs, targets in loader:
+                    ...
+
+        With `range` the script goes through the earlier epochs too, in which loaders of `shard` yield nothing.
+        """
+        yield from range(number)
 
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
         """Returns the model and the optimizer to use instead of yours. Call it once per session.
@@ -119,7 +131,9 @@ class Session:
             session.register(scheduler=scheduler, ema=ema, scaler=scaler, counts=counts, rng=True)
 
         Call it after `wrap` and before the first step, for what the loop changes besides its models and optimizers.
-        Under `synchronous` and `allreduce`, checkpoints have the states, and a resumed run continues with them.
+        Checkpoints have the states, and a resumed run continues with them. Under strategies other than `synchronous`
+        and `allreduce` a resumed loop goes through its last minibatch once more, in a step that changes nothing, so
+        that what follows the step in the loop's body is not left out.
 
         Args:
             objects: objects with `state_dict` and `load_state_dict` (schedulers, modules such as an average of the

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from gradstream.checkpoint.layouts import keep_configs
+from gradstream.checkpoint.own_state import PLACES
 from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
 from gradstream.job.overrides import text_of_optimizer
@@ -44,7 +46,9 @@ from gradstream.session.local import LocalArrays, LocalModule, LocalRound
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import around_each_step, as_list, take_over
-from gradstream.session.replica import ReplicaBinding
+from gradstream.session.places import Places
+from gradstream.session.registered import counts_ahead
+from gradstream.session.replica import OptimizerStates, ReplicaBinding
 from gradstream.session.roster import Roster
 from gradstream.session.rules import STEPS, description_of, objection
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
@@ -53,6 +57,7 @@ from gradstream.session.split_module import LoopSplit, SplitModule
 from gradstream.session.streams import StreamEnds
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 from gradstream.traits import refuse
+from gradstream.untrusted import say
 
 # ---- early barrier -----------------------------------------------------------------------
 # `EarlyBarrier`: lets workers wait for one another before they join their run in `wrap`.
@@ -188,6 +193,9 @@ class WorkerSession(Session):
         self._entry = SessionEntry(
             self._takeover, self._resume_point, self._registered, lambda: not self._is_unclear
         )
+        self._places = Places(self._resume_point, self._ask, self._steps_made, place.world_size)
+        self._registered.add({PLACES: self._places})
+        self._placed: set[object] = set()  # loaders in which a resumed loop finds its place
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
@@ -196,6 +204,7 @@ class WorkerSession(Session):
         self._round: LocalRound | None = None
         self._split: SplitModule | None = None
         self._step_hooks: Sequence[RemovableHandle] = ()  # for the steps of all optimizers of this process
+        self._is_passed = False  # the loop has gone through the iteration of `ResumePoint.again`
         self._closed = False
 
     @property
@@ -231,21 +240,41 @@ class WorkerSession(Session):
 
     @property
     def resumable(self) -> bool:
-        """Whether the script asks where the run continues, so that a resumed run would not start over."""
-        return self._resume_point.asked
+        """Whether a resumed run would not start over: its script asks where it continues, or its loaders know."""
+        return self._resume_point.asked or self._places.are_enough
 
     @override
     def skip(self) -> bool:
+        self._places.skips = True
+        self._end_again()
         if not self._resume_point.skip():
             if not self._registered.is_marked:
                 self._registered.asks()
-            if self._connection.bridge is not None:
+            if self._connection.bridge is not None and not self._resume_point.again:
                 self._connection.bridge.counts.iterations += 1
             return False
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._samples.clear()
         return True
+
+    @override
+    def register(self, **objects: Any) -> None:
+        objects = {
+            name: one for name, one in objects.items() if not isinstance(one, ShardedLoader)
+        }  # kept anyway
+        ahead = [name for name, one in objects.items() if counts_ahead(one)]
+        if ahead and not self._averages_gradients:
+            raise ConfigError(
+                f"session.register: {ahead[0]} is a loader with a state of its own, which under "
+                f"{type(self._strategy).__name__} counts a minibatch more than the model has in a checkpoint: leave it "
+                "out, and take the minibatches from session.shard of a DataLoader"
+            )
+        super().register(**objects)
+
+    @override
+    def epochs(self, number: int) -> Iterator[int]:
+        return self._places.epochs(number)
 
     @property
     def aborted(self) -> bool:
@@ -276,13 +305,15 @@ class WorkerSession(Session):
         wrapped, binding, rule = take_over(
             module, torch_optimizer, self._strategy, self.world_size, self._step, self._where, fused=fused
         )
-        self._optimizers = [torch_optimizer, wrapped]
+        self._optimizers, self._places.optimizers = [torch_optimizer, wrapped], [torch_optimizer]
+        if wrapped is torch_optimizer:
+            self._keep_states([torch_optimizer])
         self._begin(binding, rule)
         module.register_forward_pre_hook(BeforeForward(self._forward), with_kwargs=True)
         return model, cast(O, wrapped if isinstance(optimizer, TorchOptimizer) else [wrapped])
 
     def _wrap_replicas(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
-        self._optimizers = optimizers
+        self._optimizers = self._places.optimizers = optimizers
         binding = ReplicaBinding(modules, optimizers)
         bridge = self._begin(binding, description_of(*optimizers))
         parameters = [binding.parameters[name] for name in binding.names]
@@ -317,7 +348,8 @@ class WorkerSession(Session):
         binding = LocalModule(
             joined, list(trained.values()), in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
         )
-        self._optimizers = optimizers
+        self._optimizers = self._places.optimizers = optimizers
+        self._keep_states(optimizers)
         in_rounds = (
             self._strategy.local_rounds
         )  # else the worker hears of each step, and exchanges when it likes
@@ -332,6 +364,9 @@ class WorkerSession(Session):
             first_evaluation.append(self._taken_samples())
 
         def made(optimizer: TorchOptimizer, loss: float) -> None:
+            if self._is_in_model():
+                first_evaluation.clear()
+                return
             binding.watch.check_groups(self._where(), optimizer.param_groups)
             samples, _ = whole(first_evaluation[0] if first_evaluation else self._taken_samples())
             first_evaluation.clear()
@@ -346,6 +381,54 @@ class WorkerSession(Session):
         hook = BeforeForward(one_round.called, self._forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _keep_states(self, optimizers: Sequence[TorchOptimizer]) -> None:
+        """Has checkpoints keep the states of optimizers that make their steps on this worker alone."""
+        states = self._registered.optimizers = OptimizerStates(optimizers, {})
+        states.watch(check=self._place.job().checkpoint_every is not None)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._without_gradients)
+
+    def _without_gradients(self, optimizer: TorchOptimizer, args: Any, kwargs: Any) -> Any:
+        """Lets a step that is in the model already change nothing."""
+        if not self._resume_point.again:
+            return None
+
+        def drop() -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            drop()
+            return None
+
+        def dropped() -> Any:
+            loss = closure()
+            drop()
+            return loss
+
+        return (
+            ((args[0], dropped, *args[2:]), kwargs)
+            if len(args) > 1
+            else (args, {**kwargs, "closure": dropped})
+        )
+
+    def _is_in_model(self) -> bool:
+        """Whether the step that the loop makes is the last one before the run was resumed: see `Registered`."""
+        if not self._resume_point.again:
+            return False
+        self._resume_point.check_asked()
+        self._samples.clear()
+        self._registered.passed()
+        self._connection.restore_buffers()
+        self._is_passed = True
+        return True
+
+    def _end_again(self) -> None:
+        if self._resume_point.again and self._is_passed:
+            self._resume_point.end_again()
 
     @override
     def split(
@@ -414,8 +497,21 @@ class WorkerSession(Session):
         takeover = self._takeover if reassigns and self._split is None else None
         aligned = self._averages_gradients or in_group
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
+        is_placed = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
+        place = self._places.new() if is_placed else None
+        self._placed |= {loader} if is_placed else set()
         part = LoaderPart(
-            rank, workers, self._seed, split, note, aligned, over, takeover, self._ask, self._stream_ends
+            rank,
+            workers,
+            self._seed,
+            split,
+            note,
+            aligned,
+            over,
+            takeover,
+            self._ask,
+            self._stream_ends,
+            place,
         )
         made = part_of(data, part)
         if isinstance(made, ShardedLoader) and made.is_dealt:
@@ -426,13 +522,14 @@ class WorkerSession(Session):
         """Notes that the loop asks a loader for a minibatch."""
         if torch.is_grad_enabled():
             point = self._resume_point
-            is_live = point.skipped == point.steps or self._steps_made() > point.steps
+            self._end_again()
+            is_live = point.skipped == point.first or self._steps_made() > point.steps
             self._registered.asks(live=is_live)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes that the loop calls a model."""
         if module.training and torch.is_grad_enabled():
-            self._registered.uses()
+            self._uses()
         self._samples.forward(module, args, kwargs)
 
     def _present(self) -> Sequence[int]:
@@ -447,10 +544,29 @@ class WorkerSession(Session):
         counts = () if bridge is None else (bridge.counts.batches, bridge.counts.steps)
         return (*counts, self._resume_point.skipped)
 
+    def _uses(self) -> None:
+        """Notes that the loop works on its next step."""
+        point = self._resume_point
+        if point.again and not (self._places.skips or point.skipped):
+            point.again = False
+            if self._registered.has_any:
+                raise ConfigError(
+                    f"this run goes on after step {point.steps}, and its script looks for its place by session.step. "
+                    f"Under {type(self._strategy).__name__} what it has registered is as it was within that step: take "
+                    "the minibatches from DataLoaders of session.shard, and do not read session.step or "
+                    "session.resumed before the loop; or call session.skip() in each iteration"
+                )
+        changed = self._places.check_options(may_differ=self._place.job().allow_changed)
+        if changed:
+            say(f"from here on: {changed}")
+        self._registered.uses()
+
     def _note(self, samples: int | None, loader: object) -> None:
         """Notes that the loop takes a minibatch from a loader."""
         self._samples.note(samples, loader)
-        self._takeover.own_data |= loader not in self._dealt and torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._takeover.own_data |= loader not in self._dealt
+            self._places.has_others |= loader not in self._placed
 
     @override
     def exchange(
@@ -470,6 +586,8 @@ class WorkerSession(Session):
         if isinstance(self._arrays, LocalArrays):
             assert self._round is not None
             bridge.check_open()
+            if self._is_in_model():
+                return parameters
             self._arrays.step(parameters, gradients, rule)
             samples, _ = whole(self._taken_samples())
             self._round.stepped(samples, self._log.step())
@@ -494,6 +612,7 @@ class WorkerSession(Session):
             local = self._arrays = LocalArrays(
                 parameters, rule, in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
             )
+            self._registered.optimizers = local.updates
             bridge = self._begin(local, description_of(rule))
             is_new = self._entry.came is not None
             self._round = LocalRound(bridge, self._strategy.local_steps, local, is_new=is_new)
@@ -554,6 +673,12 @@ class WorkerSession(Session):
             return
         self._closed = True
         self._remove_hook()
+        if self._places.breaks_off and self.is_main and not self._registered.has_counts:
+            say(
+                f"this run was resumed at step {self._resume_point.steps}, and its loop has ended within an epoch: if "
+                "it counts its steps or epochs itself, it has made more than without the stop. Register the count: "
+                "session.register(counts=counts), with a dict"
+            )
         try:
             if self._split is not None:
                 self._split.close()
@@ -612,6 +737,8 @@ class WorkerSession(Session):
             entry=self._entry,
         )
         self._takeover.bridge = bridge
+        point = self._resume_point
+        point.again = not self._averages_gradients and self._registered.again and point.steps > 0
         self._registered.begin(keeps=self._place.job().checkpoint_every is not None)
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
@@ -634,15 +761,20 @@ class WorkerSession(Session):
         return self._takeover.own_data or self._samples.unseen or self._samples.ahead
 
     def _step(self, lr: float, loss: float) -> None:
+        if self._is_in_model():
+            return
         samples, _ = whole(self._taken_samples())
         assert self._connection.bridge is not None
+        self._registered.stepped()
         self._connection.bridge.step(samples, lr, self._log.step(loss))
 
     def _taken_samples(self, local: Sequence[PassSamples] = ()) -> float:
         """Samples of the gradient that is submitted now, including passes in `no_sync`."""
         self._resume_point.check_asked()
-        self._registered.uses()
-        return self._samples.take(local)
+        self._uses()
+        taken = self._samples.take(local)
+        self._places.has_others |= self._samples.unseen or self._samples.ahead
+        return taken
 
     @cached_property
     def _averages_gradients(self) -> bool:

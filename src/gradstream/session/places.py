@@ -1,0 +1,247 @@
+"""Where a loop is in its data: in checkpoints, and at resume.
+
+A script whose minibatches all come from DataLoaders of `Session.shard` need not say anything about resuming. It runs
+from its top, and its loaders know which epochs are over: these yield nothing. In the present epoch they begin where the
+run was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradstream.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from gradstream.session.bridge import ResumePoint
+    from gradstream.session.deals import LoaderDeals
+
+
+@dataclass(slots=True, eq=False)
+class LoaderPlace:
+    """A loop's place in one loader.
+
+    Args:
+        places: those of all loaders of the session.
+        index: number of the loader, in the order in which the script made them.
+
+    Attributes:
+        begun: iterations that the sampler has begun.
+        over: iterations that the loop has gone through, or broken off.
+        taken: this worker's minibatches that the loop has taken in the iteration after these.
+        early: iterations that were over before the loop made its first step. A resumed loop goes through them again.
+        columns: minibatches of one process for each of this worker's.
+        any_size: another number of workers can continue from this place.
+        deals: deals out the minibatches, if all workers make their rounds together.
+        trains: the loop has asked it for minibatches with gradients on.
+        ended: the loop has gone through its last iteration to the end.
+    """
+
+    places: Places
+    index: int
+    begun: int = 0
+    over: int = 0
+    taken: int = 0
+    early: int = 0
+    columns: int = 1
+    any_size: bool = False
+    deals: LoaderDeals | None = None
+    trains: bool = False
+    ended: bool = False
+
+    @property
+    def resumed(self) -> Mapping[str, Any] | None:
+        """The place at which a resumed loop continues; None in a new run, or if the script looks for it itself."""
+        return self.places.resumed(self.index)
+
+    @property
+    def applies(self) -> bool:
+        """Whether a resumed loop finds its place by this loader."""
+        return self.resumed is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the next iteration was over before the run was resumed, and the script does not begin with it."""
+        resumed = self.resumed if self.places.epoch is not None else None
+        return resumed is not None and resumed["early"] <= self.begun < resumed["over"]
+
+    @property
+    def passes(self) -> int:
+        """Number of this worker's minibatches that the next iteration passes over."""
+        resumed = self.resumed
+        return resumed["taken"] if resumed is not None and self.begun == resumed["over"] else 0
+
+    def begin(self) -> tuple[bool, int, int]:
+        """The sampler begins an iteration.
+
+        Returns:
+            (whether it was over before the run was resumed; how many minibatches of one process to pass over; number
+            of the next one, by which they are dealt to workers).
+        """
+        resumed, passed = self.resumed, self.passes
+        self.begun += 1
+        if resumed is None:
+            return False, 0, 0
+        is_over = resumed["early"] < self.begun <= resumed["over"]
+        passed *= resumed["columns"]
+        return is_over, passed, passed if self.places.is_same_size else 0
+
+    def asks(self, *, at_beginning: bool = False, ahead: bool = False) -> None:
+        """The loop asks for a minibatch.
+
+        Args:
+            at_beginning: for the first one of an iteration.
+            ahead: the sampler has begun that iteration already.
+        """
+        self.ended = False
+        if at_beginning:
+            self.over, self.taken = self.begun - ahead, 0
+            resumed = self.resumed
+            if resumed is not None:
+                self.early = resumed["early"]
+                self.taken = resumed["taken"] if self.over == resumed["over"] else 0
+            elif not self.places.made():
+                self.early = self.over
+        self.trains |= torch.is_grad_enabled()
+        self.places.asked()
+
+    def saved(self) -> dict[str, Any]:
+        """The place as JSON."""
+        plain = {"over": self.over, "taken": self.taken, "early": self.early, "columns": self.columns}
+        return plain if self.deals is None else {**plain, **self.deals.resting(self.over)}
+
+
+@dataclass(slots=True, eq=False)
+class Places:
+    """A loop's place in its data. It is registered with the user's own objects: see `Registered`.
+
+    Args:
+        point: where a resumed loop continues.
+        asked: called when the loop asks a loader for a minibatch.
+        made: returns the number of steps that the loop has made.
+        world_size: number of workers.
+
+    Attributes:
+        epoch: the present one of `Session.epochs`; None if the script does not call it.
+        skips: the script calls `Session.skip`.
+        has_others: the loop also trains with minibatches of no DataLoader that has a place.
+        optimizers: the script's wrapped optimizers.
+    """
+
+    point: ResumePoint
+    asked: Callable[[], None]
+    made: Callable[[], int]
+    world_size: int
+    epoch: int | None = None
+    skips: bool = False
+    has_others: bool = False
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    _loaders: list[LoaderPlace] = field(default_factory=list)
+    _told: Mapping[str, Any] | None = None
+    _applies: bool | None = None
+    _is_checked: bool = False
+
+    def new(self) -> LoaderPlace:
+        """The place in the next loader that the script makes."""
+        self._loaders.append(LoaderPlace(self, len(self._loaders)))
+        return self._loaders[-1]
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether a resumed loop finds its place by its loaders alone."""
+        return any(place.trains for place in self._loaders) and not (self.has_others or self.skips)
+
+    def resumed(self, index: int) -> Mapping[str, Any] | None:
+        """The place in a loader at which a resumed loop continues: see `LoaderPlace.resumed`."""
+        if self._applies is None and self._told is not None:
+            self._applies = self._told["enough"] and (self.epoch is not None or not self.point.asked)
+            if self._applies:
+                self.point.pass_by()
+        if not self._applies or self._told is None:
+            return None
+        loaders = self._told["loaders"]
+        if index >= len(loaders):
+            return None
+        place: dict[str, Any] = loaders[index]
+        return place
+
+    @property
+    def is_same_size(self) -> bool:
+        """Whether the resumed run has as many workers as before."""
+        return self._told is None or self._told["world_size"] == self.world_size
+
+    @property
+    def breaks_off(self) -> bool:
+        """Whether a resumed loop, which has come to its end, has not gone through a loader's last iteration."""
+        return bool(self._applies) and any(place.trains and not place.ended for place in self._loaders)
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """See `Session.epochs`."""
+        begin = 0 if self._told is None or not self._told["enough"] else self._told["epoch"] or 0
+        for epoch in range(begin, number):
+            self.epoch = epoch
+            yield epoch
+
+    def check_options(self, *, may_differ: bool) -> str:
+        """Compares the optimizers' options with those at the checkpoint, when a resumed loop makes its first step.
+
+        Returns:
+            What differs, for a message; "".
+
+        Raises:
+            ConfigError: they differ, and `may_differ` is not set.
+        """
+        if not self._applies or self._told is None:
+            return ""
+        if self._is_checked or not self.optimizers:
+            return ""
+        told, self._is_checked = self._told["options"], True
+        pairs = [
+            (key, now.get(key), was)
+            for now, then in zip(self._options(), told, strict=False)
+            for key, was in then.items()
+        ]
+        changed = [f"{key} is {now}, and was {was}" for key, now, was in pairs if now != was]
+        if changed and not may_differ:
+            raise ConfigError(
+                f"this run goes on from step {self.point.steps} of a script that does not skip what is done, and its "
+                f"optimizer differs from that step: {changed[0]}. Register what changes it, so that it goes on too: "
+                "session.register(scheduler=scheduler), or optimizer=optimizer"
+            )
+        return "; ".join(changed)
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The numbers in the optimizers' groups that schedulers work on."""
+        return [
+            {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in group.items()
+                if key in ("lr", "momentum", "betas") and not isinstance(value, torch.Tensor)
+            }
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
+    # ---- as a registered object ---------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place as it is now."""
+        return {
+            "loaders": [place.saved() for place in self._loaders],
+            "epoch": self.epoch,
+            "enough": self.are_enough,
+            "any_size": self.are_enough and all(place.any_size for place in self._loaders if place.trains),
+            "world_size": self.world_size,
+            "options": self._options(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the place at which a resumed loop continues."""
+        if not self.point.is_resumed or self.point.has_entered or self._told is not None:
+            return
+        if state.keys() != self.state_dict().keys():
+            raise DataError("another version of gradstream has written the place in the data")
+        self._told = state
