@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -502,3 +503,31 @@ def test_the_epochs_after_a_loss_are_divided_among_the_others() -> None:
     assert list(loader) == []
     present = [0, 1, 2]
     assert [batch.tolist() for batch in loader] == [list(rows([4]))]
+
+
+def test_a_worker_that_was_stopped_in_its_repeats_goes_on_with_them() -> None:
+    """All save their places when worker 0 has two minibatches left, and worker 1 none."""
+    at, states = 6, [dict[str, Any](), dict[str, Any]()]
+
+    def loop(session: gs.Session, resumes: bool) -> list[int]:
+        loader = session.shard(DataLoader(Shards(list(range(len(SIZES)))), 2))
+        if resumes:
+            loader.load_state_dict(states[session.rank])
+        net = Ones()
+        model, optimizer = session.wrap(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        steps = []
+        for _ in range(2):
+            steps.append(0)
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+                steps[-1] += 1
+                if not resumes and steps == [at]:
+                    states[session.rank] = loader.state_dict()
+        session.close()
+        return steps
+
+    assert loop_in_threads(partial(loop, resumes=False), 2) == [[8, 8], [8, 8]]
+    assert [state["over"] for state in states] == [False, True]
+    assert loop_in_threads(partial(loop, resumes=True), 2) == [[2, 8], [2, 8]]

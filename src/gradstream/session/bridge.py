@@ -319,9 +319,18 @@ class LoopBridge:
         return self._ask(work(self._context))
 
     def spawn(self, work: Callable[[LoopContext], Coroutine[Any, Any, None]]) -> Future[None]:
-        """Begins `work` in the event loop of the worker's node, and does not wait for it."""
+        """Begins `work` in the event loop of the worker's node, and does not wait for it.
+
+        Raises:
+            RuntimeError: the run and its event loop have ended.
+        """
         assert self._context is not None and self._event_loop is not None
-        return asyncio.run_coroutine_threadsafe(work(self._context), self._event_loop)
+        begun = work(self._context)
+        try:
+            return asyncio.run_coroutine_threadsafe(begun, self._event_loop)
+        except RuntimeError:
+            begun.close()
+            raise
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in the worker's event loop. Raises the worker's error if the worker ends first."""

@@ -69,11 +69,13 @@ class SampleCount:
 
     Attributes:
         unseen: some pass was made with samples of no loader of `shard`.
+        passes: number of backward passes.
         ahead: the loop has taken a minibatch before it has used the one before, so nobody knows which is in a round.
     """
 
     def __init__(self) -> None:
         self.unseen = self.ahead = False
+        self.passes = 0
         self._has_loader = False
         self._taken: list[_Minibatch] = []  # not used by a training pass yet
         self._noted: list[_Minibatch] = []  # used for the next exchange
@@ -168,6 +170,7 @@ class SampleCount:
         If no minibatch was taken since the last pass (two losses of one minibatch), the last minibatch counts again. If
         the sizes of the new ones are unknown, the last number is repeated.
         """
+        self.passes += 1
         if self._noted or self._not_evaluated() or self._seen is not None:
             self._taken = self._not_evaluated()
         self.use()

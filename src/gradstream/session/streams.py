@@ -39,7 +39,8 @@ class StreamEnds:
 
     Args:
         bridge: returns what reaches the coordinator; None before the loop can make steps.
-        made: returns numbers that change with every step that the loop makes, or skips in a resumed run.
+        made: returns numbers that change with every step that the loop makes, or skips in a resumed run, and with
+            every backward.
         present: returns the ranks of the workers that make the rounds, alike on all of them.
 
     Attributes:
@@ -77,6 +78,7 @@ class EpochEnd:
         self._ends = ends
         self._epoch = epoch
         self._taken = taken
+        self._has_read = False
         self._begun = ends.made()
         self._telling: Future[None] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None  # once some worker has no more
@@ -90,9 +92,11 @@ class EpochEnd:
     def took(self) -> None:
         """Notes that the worker takes a minibatch of its own part."""
         self._taken += 1
+        self._has_read = True
         bridge = self._ends.bridge()
         if self._telling is None and bridge is not None:
-            self._telling = bridge.spawn(self._tell)
+            with suppress(RuntimeError):  # the run has ended
+                self._telling = bridge.spawn(self._tell)
         elif self._event_loop is not None:
             with suppress(RuntimeError):  # the run has ended
                 self._event_loop.call_soon_threadsafe(self._changed.set)
@@ -117,7 +121,7 @@ class EpochEnd:
             GradstreamError: the error that ended the worker.
         """
         bridge = self._ends.bridge()
-        if bridge is None or bridge.ended or (self._taken and not self.is_training):
+        if bridge is None or bridge.ended or (self._has_read and not self.is_training):
             self.close()
             return False
         self._stop()
@@ -270,7 +274,7 @@ class ShardedStream(_Stream, DataLoader[Any]):  # type: ignore[misc]  # wraps to
         yield from batches
 
     def _read_all(self) -> Iterator[Any]:
-        return iter(self._whole or ())
+        return iter(()) if self._whole is None else iter(self._whole)
 
     def _divide(self) -> bool:
         """Divides the data among the workers that are there now. Returns whether this worker has a part."""

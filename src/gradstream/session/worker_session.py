@@ -539,10 +539,10 @@ class WorkerSession(Session):
         return roster.changes[0].ranks if number is None else roster.of(number - 1)
 
     def _passed(self) -> tuple[int, ...]:
-        """Numbers that change with each step that the loop makes or skips."""
+        """Numbers that change with each step that the loop makes or skips, and each backward."""
         bridge = self._connection.bridge
         counts = () if bridge is None else (bridge.counts.batches, bridge.counts.steps)
-        return (*counts, self._resume_point.skipped)
+        return (*counts, self._resume_point.skipped, self._samples.passes)
 
     def _uses(self) -> None:
         """Notes that the loop works on its next step."""
