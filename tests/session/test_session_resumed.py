@@ -31,6 +31,7 @@ from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart
 from gradstream.session.node import job as session_job
+from gradstream.session.registered import Registered
 from gradstream.session.worker_session import WorkerSession
 from whole_runs import train
 
@@ -192,6 +193,30 @@ def test_a_loop_skips_what_it_has_done_and_one_that_does_not_ask_is_refused() ->
         silent._step(0.1, 0.0)
     alone = gs.Session()
     assert (alone.step, alone.resumed, alone.skip()) == (0, False, False)
+
+
+def test_a_registered_loader_continues_by_itself() -> None:
+    class Loader:
+        taken = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.taken, 9))
+
+        def state_dict(self) -> dict[str, int]:
+            return {"taken": self.taken}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.taken = state["taken"]
+
+    before, loader = Registered(), Loader()
+    loader.taken = 5
+    before.add({"loader": loader})
+    session = WorkerSession(Placed(), seed=0)  # type: ignore[arg-type]
+    session._registered.load(before.saved())
+    session.register(loader=(resumed := Loader()))
+    assert (resumed.taken, session.skip()) == (5, False)
+    with pytest.raises(gs.errors.ConfigError, match=r"session\.epochs\(n\)"):
+        session._uses()
 
 
 def test_the_epoch_of_a_dealt_loader_can_be_named() -> None:

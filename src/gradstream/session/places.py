@@ -128,6 +128,7 @@ class Places:
         epoch: the present one of `Session.epochs`; None if the script does not call it.
         skips: the script calls `Session.skip`.
         has_others: the loop also trains with minibatches of no DataLoader that has a place.
+        is_elsewhere: a loader that the script has registered has its place itself.
         optimizers: the script's wrapped optimizers.
     """
 
@@ -138,6 +139,7 @@ class Places:
     epoch: int | None = None
     skips: bool = False
     has_others: bool = False
+    is_elsewhere: bool = False
     optimizers: Sequence[torch.optim.Optimizer] = ()
     _loaders: list[LoaderPlace] = field(default_factory=list)
     _told: Mapping[str, Any] | None = None
@@ -180,7 +182,8 @@ class Places:
 
     def epochs(self, number: int) -> Iterator[int]:
         """See `Session.epochs`."""
-        begin = 0 if self._told is None or not self._told["enough"] else self._told["epoch"] or 0
+        told = self._told
+        begin = 0 if told is None or not (told["enough"] or self.is_elsewhere) else told["epoch"] or 0
         for epoch in range(begin, number):
             self.epoch = epoch
             yield epoch

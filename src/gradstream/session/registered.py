@@ -217,6 +217,10 @@ class Registered:
         """Whether the script has registered anything."""
         return any(name != PLACES for name in self._objects)
 
+    def restores(self, name: str) -> bool:
+        """Whether a resumed run has brought a state of this object."""
+        return name in self._told
+
     @property
     def has_counts(self) -> bool:
         """Whether the script has registered a dict."""

@@ -204,6 +204,7 @@ class WorkerSession(Session):
         self._round: LocalRound | None = None
         self._split: SplitModule | None = None
         self._step_hooks: Sequence[RemovableHandle] = ()  # for the steps of all optimizers of this process
+        self._has_loader = False  # the script has registered one that has its place itself
         self._is_passed = False  # the loop has gone through the iteration of `ResumePoint.again`
         self._closed = False
 
@@ -271,6 +272,15 @@ class WorkerSession(Session):
                 "out, and take the minibatches from session.shard of a DataLoader"
             )
         super().register(**objects)
+        self._has_loader |= bool(ahead)
+        point = self._resume_point
+        if (
+            point.is_resumed
+            and not point.has_entered
+            and any(self._registered.restores(name) for name in ahead)
+        ):
+            self._places.is_elsewhere = True  # the loader continues by itself
+            point.pass_by()
 
     @override
     def epochs(self, number: int) -> Iterator[int]:
@@ -556,6 +566,12 @@ class WorkerSession(Session):
                     "the minibatches from DataLoaders of session.shard, and do not read session.step or "
                     "session.resumed before the loop; or call session.skip() in each iteration"
                 )
+        if self._has_loader and self._places.epoch is None and not self._registered.has_counts:
+            raise ConfigError(
+                "session.register: a loader with a state of its own continues within its epoch in a resumed run, but "
+                "nobody knows how many epochs are left: take `for epoch in session.epochs(n)`, or register a dict with "
+                "the epoch from which your loop begins"
+            )
         changed = self._places.check_options(may_differ=self._place.job().allow_changed)
         if changed:
             say(f"from here on: {changed}")
