@@ -753,6 +753,8 @@ class WorkerSession(Session):
             entry=self._entry,
         )
         self._takeover.bridge = bridge
+        self._samples.clear()  # what was taken before, for the means of the data perhaps, is in no round
+        self._samples.ahead = False
         point = self._resume_point
         point.again = not self._averages_gradients and self._registered.again and point.steps > 0
         self._registered.begin(keeps=self._place.job().checkpoint_every is not None)
