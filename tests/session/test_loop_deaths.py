@@ -53,7 +53,10 @@ class Worker:
         self.batches = 0 if came is None else loops.number  # rounds handed in
         self.counts = SimpleNamespace(batches=self.batches, steps=0)
         self.takeover = Takeover(
-            lambda: self.batches, roster, in_rounds=True, local_rounds=loops.local_rounds
+            lambda: self.batches,
+            roster,
+            in_rounds=True,
+            steps_a_round=loops.per_round if loops.local_rounds else 1,
         )
         self.takeover.bridge = SimpleNamespace(counts=self.counts)  # type: ignore[assignment]
         self.deals = LoaderDeals(self.takeover, rank, loops.split, lambda batch, which: batch[which], len)

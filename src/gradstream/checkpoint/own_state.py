@@ -61,7 +61,7 @@ EXTRA_FACTOR = 8
 GROWTH_BYTES = 64 << 20
 """Most bytes by which buffers that a worker's model has recreated may exceed those with which it began."""
 
-HEADER_BYTES = 1 << 20
+HEADER_BYTES = 1 << 24
 """The most bytes of the file's header."""
 
 
@@ -125,7 +125,7 @@ def serve(
     state: Callable[[int | None], Awaitable[OwnState]],
     fixed: Callable[[], Awaitable[OwnState]],
     last: Callable[[], Awaitable[OwnState]],
-    entry: Callable[[], Awaitable[OwnState]],
+    entry: Callable[[], Awaitable[bytes]],
 ) -> None:
     """Serves the worker's own state.
 
@@ -134,18 +134,21 @@ def serve(
             returns the current one.
         fixed: returns the frozen parameters in place of buffers.
         last: returns the state after the worker's last minibatch, once it is done.
-        entry: returns what a newcomer needs.
+        entry: returns what a newcomer needs, as the bytes of a file: encoding may take long.
     """
-    named = {FIXED: fixed, LAST: last, ENTRY: entry}
+    named = {FIXED: fixed, LAST: last}
 
     async def answer(stream: Stream) -> None:
         asked = v1.Body.FromString(stream.opened.body).data
-        if asked not in (b"", *named) and not (asked.isdigit() and len(asked) <= STEP_DIGITS):
+        if asked not in (b"", ENTRY, *named) and not (asked.isdigit() and len(asked) <= STEP_DIGITS):
             raise RefusedError(
                 endpoint.identity.name,
                 "BAD_REQUEST",
                 "the request for a state has no valid step: expected a number",
             )
+        if asked == ENTRY:
+            await send_file(stream, await entry())
+            return
         answered = named[asked]() if asked in named else state(int(asked) if asked.isdigit() else None)
         await send_file(stream, (await answered).encode())
 

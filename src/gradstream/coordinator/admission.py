@@ -122,7 +122,7 @@ class Admission(Lead):
             )
         return Refuse(
             v1.BAD_REQUEST,
-            f"{node.name} is not expected: this run has {self._nodes.num_workers} workers "
+            f"{node.name} is not expected: this run has begun with {self._nodes.num_workers} workers "
             f"and {self._nodes.num_servers} servers, ranks from 0",
         )
 

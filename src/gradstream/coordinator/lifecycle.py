@@ -176,6 +176,7 @@ class Lifecycle(Lead):
             or self._snapshots.stopping
             or self._snapshots.finishing
             or self._progress.ledger.finished
+            or self._progress.is_ending
         ):
             return "the run is at its end, nobody can join any more"
         if role == "shard":

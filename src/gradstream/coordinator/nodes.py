@@ -15,8 +15,8 @@ COORDINATOR = "coordinator"
 """The name of the coordinator, which every endpoint knows."""
 
 
-MOST_WORKERS = 1 << 16
-"""The highest rank of a worker that comes to a run that has begun, plus one."""
+MOST_FURTHER = 64
+"""How far the rank of a further worker may be above all others: machines come and go."""
 
 
 class _Workers(NamedTuple):
@@ -130,8 +130,11 @@ class Nodes(Lead):
         """Whether a node of this name and rank may be a member, and is none."""
         if node.name in self._nodes or node.name != f"{node.role}-{node.rank}":
             return False
+        if node.name in self.missing:
+            return True
+        highest = max([self.num_workers, *(other.rank for other in self.workers)])
         grows = self._grows and self.epoch > 0 and node.role == "worker"
-        return node.name in self.missing or (grows and self.num_workers <= node.rank < MOST_WORKERS)
+        return grows and self.num_workers <= node.rank <= highest + MOST_FURTHER
 
     def awaits(self, name: str) -> bool:
         """Whether a node of this name is one of the shards that are about to hold the parameters."""

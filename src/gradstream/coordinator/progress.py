@@ -90,6 +90,11 @@ class SampleProgress(Lead):
             self.heard(at_s)
         return []
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether users' own loops have come to the end of their rounds."""
+        return isinstance(self.ledger, OpenLedger) and self.ledger.is_ending
+
     def on_join(self, node: v1.Node, at_s: float) -> list[Instruction]:
         """Allows a worker that replaces a lost one to get minibatches."""
         if node.role == "worker" and isinstance(self.ledger, Ledger):

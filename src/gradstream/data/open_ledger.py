@@ -109,13 +109,14 @@ class OpenLedger:
             others.
 
     Attributes:
+        is_ending: in rounds, some worker was told that the run is over for it, so nobody can come any more.
         reassignment: reassigns the minibatches of lost workers.
     """
 
     num_epochs = 1
     """The ledger sees the run as one data epoch; a loop counts its own epochs."""
 
-    KEPT = ("_sequences", "_dropped", "_last_round", "_left", "_own_data")
+    KEPT = ("_sequences", "_dropped", "is_ending", "_last_round", "_left", "_own_data")
     """See `coordinator.durable.state`."""
 
     def __init__(self, num_workers: int, *, rounds: bool, first: int = 0) -> None:
@@ -128,6 +129,7 @@ class OpenLedger:
             int, dict[str, int]
         ] = {}  # by rank of a lost worker and shard: gradients that it has
         self._twice: dict[int, int] = {}  # by rank
+        self.is_ending = False
         self._last_round = -1  # the last round to which a worker without data was told
         self._left: dict[int, int] = {}  # by rank of a lost worker, in rounds
         self._own_data: bool | None = None  # None: no worker knows what is left
@@ -186,14 +188,19 @@ class OpenLedger:
             return True if self.finished else None
         everybody = all(sequence.lost or sequence.total is not None for sequence in self._sequences)
         if everybody and next_round > self._last_round:
+            self.is_ending = True
             return True
         self._last_round = max(self._last_round, next_round)
         return False
 
     @property
     def reading(self) -> list[int]:
-        """Ranks of the workers that are not lost, and may have more data."""
-        return [rank for rank, one in enumerate(self._sequences) if not one.lost and one.total is None]
+        """Ranks of the workers that are not lost, are in the rounds, and may have more data."""
+        return [
+            rank
+            for rank, one in enumerate(self._sequences)
+            if not (one.lost or one.enters) and one.total is None
+        ]
 
     most_begun = 1 << 53
     """The most minibatches that one worker can have begun; its loop has no limit."""

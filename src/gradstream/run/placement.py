@@ -57,6 +57,11 @@ class WorkerPlacement:
         """Whether the run had begun when this process was started."""
         return "--clock" in self.network
 
+    @property
+    def is_further(self) -> bool:
+        """Whether this worker is one more than there were at the run's beginning."""
+        return self.is_late and self.rank >= int(self.node_spec().plain["workers"])
+
     def node_spec(self) -> NodeSpec:
         """Reads the specification of all nodes."""
         return NodeSpec.read(Path(self.spec))

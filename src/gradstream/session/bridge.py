@@ -85,7 +85,8 @@ class LoopCounts:
         Args:
             local_rounds: the round has several steps, which are counted already. The newcomer makes one in it.
         """
-        return [self.batches - 1, self.steps - local_rounds, self._steps if self.iterations else 0]
+        iterations = self._steps - local_rounds if self.iterations else 0
+        return [self.batches - 1, self.steps - local_rounds, iterations]
 
     def load(self, batches: int, steps: int, iterations: int) -> None:
         """Goes on from what `saved` of another worker has returned."""
@@ -240,7 +241,7 @@ class LoopBridge:
         self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None
-        self.find_mark: Callable[[], int] = lambda: 0
+        self.find_mark: Callable[[], int] = lambda: 1
         self.falls_out: Callable[[], None] = lambda: None
         self.roster = roster or Roster(1)
         self.stays_out = False
@@ -384,9 +385,13 @@ class LoopBridge:
             return self._turn
 
     @property
-    def is_silent(self) -> bool:
-        """Whether no newcomer can begin with the submitted round: it is not the first one of a step of the loop."""
-        return self._turn.silent or not self._is_first
+    def may_be_entered(self) -> bool:
+        """Whether a newcomer can begin with the round that is made now: it is the first one of a step of the loop."""
+        context = self._context
+        if context is None or self.ended or self._turn.silent or not self._is_first:
+            return False
+        # Else the loop has still to get the result of the round before.
+        return self.counts.batches == context.replica.step - context.first_step + 1
 
     @property
     def left(self) -> Left | None:

@@ -103,6 +103,7 @@ class LoaderDeals:
         cut: returns a slice of the samples of a minibatch.
         size: returns the number of samples of a minibatch, or None if that cannot be seen.
         place: the loop's place in the loader, from which a resumed loop continues.
+        is_finite: the sampler has a length.
     """
 
     def __init__(
@@ -113,7 +114,10 @@ class LoaderDeals:
         cut: Callable[[Any, slice], Any],
         size: Callable[[Any], int | None],
         place: LoaderPlace | None = None,
+        *,
+        is_finite: bool = True,
     ) -> None:
+        self.is_finite = is_finite
         self._takeover = takeover
         self._rank = rank
         self._split = split
@@ -148,7 +152,7 @@ class LoaderDeals:
         resumed = None if place is None else place.resumed
         if resumed is not None and self._num_begun >= resumed["early"]:
             self._is_resumed = True
-            self._came = {"begun": resumed["over"] + 1, "place": resumed["place"]}
+            self._came = {"over": resumed["over"], "place": resumed["place"]}
             self._returned.extend((Item(*item), rank) for *item, rank in resumed["returned"])
             self._batches = {item[:2]: None for item in self._items()}
         index, came = self._num_begun, self._came
@@ -157,20 +161,21 @@ class LoaderDeals:
         iteration.next_place = first
         if came is None:
             return
-        present, done = index == came["begun"] - 1, 0
-        for batch in order if index < came["begun"] - 1 or came["place"] else ():
+        passed = (
+            order if index < came["over"] else islice(order, came["place"] if index == came["over"] else 0)
+        )
+        for done, batch in enumerate(passed):  # generators of the user's own advance as on the others
             self._keep(Item(number, done), batch, wanted=True)
-            done += 1
-            if present and done == came["place"]:
-                break
-        iteration.next_place = done
-        if index >= came["begun"] - 1:  # it is where the others are
+            iteration.next_place = done + 1
+            if not self.is_finite and index < came["over"]:
+                break  # what is left of an iteration that was broken off has no end
+        if index >= came["over"]:  # it is where the others are
             self._came = None
 
     @property
     def is_over(self) -> bool:
         """Whether the other workers have gone through the iteration that this newcomer's loop begins next."""
-        return self._came is not None and self._num_begun < self._came["begun"] - 1
+        return self._came is not None and self._num_begun < self._came["over"]
 
     def draw(self) -> Dealt | None:
         """This worker's next minibatch of the iteration; None if none is left."""
@@ -351,7 +356,16 @@ class LoaderDeals:
     @property
     def mark(self) -> tuple[int, int]:
         """What is equal on workers that have dealt the same: iterations, and the place in the present one."""
-        return self._num_begun, self._iteration.next_place if self._iteration.num_drawn else 0
+        return self._num_begun, self._iteration.next_place if self.is_open else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop goes through an iteration."""
+        return self._iteration.num_drawn > 0
+
+    def has_round(self, number: int) -> bool:
+        """Whether the loop has taken a minibatch for this round."""
+        return any(column.round == number for column in self._columns)
 
     def resting(self, over: int) -> dict[str, Any]:
         """Where a resumed run goes on, as JSON: from the first minibatch that the loop has not taken.
@@ -373,7 +387,7 @@ class LoaderDeals:
     def saved(self) -> dict[str, Any]:
         """What a newcomer has to know, as JSON. Call it while the loop waits for the exchange of a round."""
         return {
-            "begun": self._num_begun,
+            "over": self._num_begun - self.is_open,
             "place": self._iteration.next_place,
             "round": (self._takeover.steps() or 0) - 1,
             "returned": [[*item, rank] for item, rank in self._returned],
@@ -391,8 +405,10 @@ class LoaderDeals:
         }
 
     def load(self, came: Mapping[str, Any]) -> None:
-        """Goes on, in a run that had begun, from what `saved` of another worker has returned."""
-        self._came = came
+        """Goes on, in a run that had begun, from what `saved` of another worker has returned: perhaps once more."""
+        self._came, self._repeated = came, 0
+        self._columns.clear()
+        self._returned.clear()
         for one in came["columns"]:
             items = {rank: Item(*item) for rank, *item in one["items"]}
             redone = {Item(*item): rank for rank, *item in one["redone"]}
@@ -403,11 +419,10 @@ class LoaderDeals:
         for column in islice(self._columns, self._num_taken):
             column.iteration = -1  # of others
         in_round = sum(column.round == came["round"] for column in self._columns)
-        in_round = min(in_round, 1) if self._takeover.local_rounds else in_round
+        # A newcomer's first round has one step, where a round of the others has several.
+        in_round = -(-in_round // self._takeover.steps_a_round)
         self._repeats = len(self._columns) - self._num_taken + in_round
         self._batches = {item[:2]: None for item in self._items()}
-        if not came["begun"]:
-            self._came = None
 
     @property
     def _made(self) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.buffers import Arrays
 from gradstream.session.bridge import LoopBridge, ResumePoint
 from gradstream.session.loaders_part import Takeover
+from gradstream.session.places import Places
 from gradstream.session.registered import Registered
 from gradstream.session.roster import Roster
 
@@ -36,6 +37,7 @@ class SessionEntry:
         takeover: the loaders.
         resume_point: where a resumed loop continues.
         registered: the objects that the script has registered.
+        places: where the loop is in its epochs.
         knows_all: returns whether the loop has used nothing but minibatches of loaders that are shared out.
 
     Attributes:
@@ -49,6 +51,7 @@ class SessionEntry:
         takeover: Takeover,
         resume_point: ResumePoint,
         registered: Registered,
+        places: Places,
         knows_all: Callable[[], bool],
     ) -> None:
         self.bridge: LoopBridge | None = None
@@ -57,12 +60,27 @@ class SessionEntry:
         self._takeover = takeover
         self._resume_point = resume_point
         self._registered = registered
+        self._places = places
         self._knows_all = knows_all
 
     @property
     def roster(self) -> Roster:
         """Which workers make which rounds."""
         return self._takeover.roster
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this newcomer's loop has not come to its first round yet."""
+        bridge = self.bridge
+        return (
+            self.came is not None and bridge is not None and bridge.counts.batches <= self.came["counts"][0]
+        )
+
+    @property
+    def _has_minibatch(self) -> bool:
+        """Whether the round that is made now is the first one of a minibatch, where loaders deal these out."""
+        number, deals = self._takeover.steps(), self._takeover.deals.values()
+        return not deals or (number is not None and any(one.has_round(number - 1) for one in deals))
 
     def saved(self) -> Arrays:
         """The state as arrays. Call it while the loop waits for the exchange of a round; {} before the first."""
@@ -71,10 +89,12 @@ class SessionEntry:
             return {}
         plain = {
             "contributed": list(bridge.contributed.items()),
-            "counts": bridge.counts.saved(local_rounds=self._takeover.local_rounds),
-            "is_silent": bridge.is_silent,
-            "asks": self._resume_point.asked,
-            "knows_all": self._knows_all(),
+            "counts": bridge.counts.saved(local_rounds=not bridge.averages_gradients),
+            "may_enter": bridge.may_be_entered and self._has_minibatch,
+            "asks": self._resume_point.asked and not self._resume_point.has_entered,
+            "knows_all": self._knows_all()
+            and all(deals.is_finite for deals in self._takeover.deals.values()),
+            "place": self._places.entry_state(),
             "loaders": {number: deals.saved() for number, deals in self._takeover.deals.items()},
             "roster": self._takeover.roster.saved(),
             "rounds": self.rounds(),
@@ -95,9 +115,11 @@ class SessionEntry:
                 "some ahead. Take each minibatch from a DataLoader of session.shard when it is needed, or begin the "
                 "loop at session.step"
             )
-        bridge.stays_out, bridge.contributed = came["is_silent"], Counter(dict(came["contributed"]))
+        bridge.stays_out, bridge.contributed = not came["may_enter"], Counter(dict(came["contributed"]))
         bridge.counts.load(*came["counts"])
+        self._places.enter(came["place"])
         self._takeover.load({int(number): state for number, state in came["loaders"].items()})
         self._takeover.roster.load(came["roster"])
         self._resume_point.enter(bridge.counts.steps, skips=not came["knows_all"])
-        self._registered.load(arrays, own=False)
+        self._registered.load(arrays, own=False, loaders=False)
+        self._registered.again = False  # the newcomer makes this step with the others

@@ -168,7 +168,10 @@ class ShardedBatchSampler:
     def deal(self, takeover: Takeover, number: int) -> None:
         """Deals out the minibatches from now on, as those of the loader of this number."""
         part = self._part
-        self.deals = LoaderDeals(takeover, part.rank, part.split, self._cut, self._size, part.place)
+        finite = hasattr(self._batches, "__len__")
+        self.deals = LoaderDeals(
+            takeover, part.rank, part.split, self._cut, self._size, part.place, is_finite=finite
+        )
         takeover.add(number, self.deals)
         if part.place is not None:
             part.place.deals = self.deals
@@ -241,6 +244,10 @@ class ShardedLoader(DataLoader[Any]):
             if loaded is not None:
                 sampler.seek(*self._place, loaded["generators"])
             self._drawn_from = [generator.get_state() for generator in sampler.generators]
+        begins_here = place is not None and place.places.has_entered_epoch
+        while begins_here and deals is not None and deals.is_over:
+            deque(self._loaded(sampler, self.generator), maxlen=0)
+            sampler.latest = None
         if deals is not None and deals.is_over and self.num_workers:  # nothing for processes to do
             return self._loaded(sampler, self.generator)
         batches = super().__iter__()  # with worker processes this draws indices already

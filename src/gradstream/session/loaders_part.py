@@ -85,7 +85,7 @@ class Takeover:
         roster: which workers make which rounds.
         in_rounds: all loops make their rounds together, and deal out the minibatches themselves: see `deals`. Else the
             coordinator assigns them.
-        local_rounds: a round has several steps of the loop.
+        steps_a_round: H, where loops make local steps between two exchanges; else 1.
 
     Attributes:
         bridge: reaches the coordinator; None before the loop can make steps.
@@ -99,12 +99,12 @@ class Takeover:
         roster: Roster,
         *,
         in_rounds: bool = False,
-        local_rounds: bool = False,
+        steps_a_round: int = 1,
     ) -> None:
         self.steps = steps
         self.roster = roster
         self.in_rounds = in_rounds
-        self.local_rounds = local_rounds
+        self.steps_a_round = steps_a_round
         self.own_data = False
         self.deals: dict[int, LoaderDeals] = {}
         self._came: Mapping[int, Mapping[str, Any]] = {}
@@ -130,7 +130,7 @@ class Takeover:
     def mark(self) -> int:
         """See `worker.loop.Loop.mark`."""
         places = [deals.mark for _, deals in sorted(self.deals.items())]
-        return crc32(repr(places).encode()) if places else 0
+        return 1 + crc32(repr(places).encode())
 
     def load(self, came: Mapping[int, Mapping[str, Any]]) -> None:
         """Goes on, in a run that had begun, from what `LoaderDeals.saved` of another worker has returned.
@@ -140,7 +140,8 @@ class Takeover:
         """
         self._came = came
         for number, deals in self.deals.items():
-            deals.load(came[number])
+            if number in came:
+                deals.load(came[number])
 
 
 class EpochSteps:

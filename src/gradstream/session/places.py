@@ -145,6 +145,7 @@ class Places:
     _told: Mapping[str, Any] | None = None
     _applies: bool | None = None
     _is_checked: bool = False
+    _entered: Mapping[str, Any] | None = None
 
     def new(self) -> LoaderPlace:
         """The place in the next loader that the script makes."""
@@ -180,10 +181,25 @@ class Places:
         """Whether a resumed loop, which has come to its end, has not gone through a loader's last iteration."""
         return bool(self._applies) and any(place.trains and not place.ended for place in self._loaders)
 
+    def entry_state(self) -> dict[str, Any]:
+        """What a newcomer has to know."""
+        return {"epoch": self.epoch, "options": self._options()}
+
+    def enter(self, state: Mapping[str, Any]) -> None:
+        """Goes on, in a run that had begun, from what `entry_state` of another worker has returned."""
+        self._entered = state
+
+    @property
+    def has_entered_epoch(self) -> bool:
+        """Whether the script of a newcomer begins with the present epoch."""
+        return self._entered is not None and self.epoch is not None
+
     def epochs(self, number: int) -> Iterator[int]:
         """See `Session.epochs`."""
         told = self._told
         begin = 0 if told is None or not (told["enough"] or self.is_elsewhere) else told["epoch"] or 0
+        if self._entered is not None:
+            begin = self._entered["epoch"] or 0
         for epoch in range(begin, number):
             self.epoch = epoch
             yield epoch
@@ -197,17 +213,21 @@ class Places:
         Raises:
             ConfigError: they differ, and `may_differ` is not set.
         """
-        if not self._applies or self._told is None:
+        where = self._entered if self._told is None or not self._applies else self._told
+        if where is None or self._is_checked or not self.optimizers:
             return ""
-        if self._is_checked or not self.optimizers:
-            return ""
-        told, self._is_checked = self._told["options"], True
+        told, self._is_checked = where["options"], True
         pairs = [
             (key, now.get(key), was)
             for now, then in zip(self._options(), told, strict=False)
             for key, was in then.items()
         ]
         changed = [f"{key} is {now}, and was {was}" for key, now, was in pairs if now != was]
+        if changed and where is self._entered:
+            raise ConfigError(
+                "this worker has come to a run that had begun, and its optimizer differs from that of the others: "
+                f"{changed[0]} there. Register what changes it: session.register(scheduler=scheduler)"
+            )
         if changed and not may_differ:
             raise ConfigError(
                 f"this run goes on from step {self.point.steps} of a script that does not skip what is done, and its "

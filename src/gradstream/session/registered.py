@@ -236,12 +236,15 @@ class Registered:
         """
         return self._packed({})
 
-    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]], *, own: bool = True) -> None:
+    def load(
+        self, arrays: Mapping[str, np.ndarray[Any, Any]], *, own: bool = True, loaders: bool = True
+    ) -> None:
         """Restores what `saved` or `marked` has returned, now and into objects that are registered later.
 
         Args:
             own: whether it was this worker that saved it. Else generators of random numbers stay as they are, since two
                 workers would draw the same numbers.
+            loaders: False leaves loaders as they are.
 
         Raises:
             DataError: an object refuses its state.
@@ -250,9 +253,10 @@ class Registered:
             self.optimizers.load(arrays)
         if STATES in arrays:
             self._loaded = arrays
-            plain, generators, self.again = json.loads(arrays[STATES].tobytes())
+            plain, generators, ahead, self.again = json.loads(arrays[STATES].tobytes())
+            left_out = {*(() if own else generators), *(() if loaders else ahead)}
             self._told = {
-                name: decode(value, arrays) for name, value in plain.items() if own or name not in generators
+                name: decode(value, arrays) for name, value in plain.items() if name not in left_out
             }
             self._restore(self._objects)
 
@@ -330,7 +334,8 @@ class Registered:
                 state = self._told[name] if name in self._told else _state_of(name, self._objects[name])
                 plain[name] = encode(state, f"registered.{name}", held, _REFUSAL)
         generators = [name for name, one in self._objects.items() if one is True or isinstance(one, _KINDS)]
-        return packed([plain, generators, not self.is_marked], STATES, held) if plain else {}
+        ahead = [name for name, one in self._objects.items() if counts_ahead(one)]
+        return packed([plain, generators, ahead, not self.is_marked], STATES, held) if plain else {}
 
 
 def counts_ahead(one: Any) -> bool:

@@ -39,6 +39,8 @@ class Roster:
 
     def change(self, number: int, ranks: Sequence[int], entered: Sequence[int] = ()) -> None:
         """Notes who makes the rounds from this one on. The first call says who has begun the run."""
+        if self._is_known and not entered and tuple(sorted(ranks)) == self.now:
+            return
         number, self._is_known = number if self._is_known else FIRST, True
         before = self.changes.pop() if self.changes[-1].number == number else None
         new = {*entered, *(() if before is None else before.entered)}

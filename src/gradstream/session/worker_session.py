@@ -187,13 +187,13 @@ class WorkerSession(Session):
             self._next_step,
             Roster(place.world_size),
             in_rounds=isinstance(self._strategy, GroupStrategy),
-            local_rounds=self._strategy.local_rounds,
+            steps_a_round=self._strategy.local_steps if self._strategy.local_rounds else 1,
         )
         self._stream_ends = StreamEnds(lambda: self._connection.bridge, self._passed, self._present)
-        self._entry = SessionEntry(
-            self._takeover, self._resume_point, self._registered, lambda: not self._is_unclear
-        )
         self._places = Places(self._resume_point, self._ask, self._steps_made, place.world_size)
+        self._entry = SessionEntry(
+            self._takeover, self._resume_point, self._registered, self._places, lambda: not self._is_unclear
+        )
         self._registered.add({PLACES: self._places})
         self._placed: set[object] = set()  # loaders in which a resumed loop finds its place
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
@@ -493,7 +493,7 @@ class WorkerSession(Session):
     def barrier(self) -> None:
         if self._connection.bridge is None and not self._closed:
             self._early_barrier.wait()
-        if self._reducer is not None and not self._closed:
+        if self._reducer is not None and not (self._closed or self._entry.is_behind):
             self._reducer.synchronize()
 
     @override
@@ -526,6 +526,11 @@ class WorkerSession(Session):
         made = part_of(data, part)
         if isinstance(made, ShardedLoader) and made.is_dealt:
             self._dealt.add(loader)
+        elif self._place.is_further:
+            raise ConfigError(
+                f"session.shard: got {type(data).__name__}, which is divided among the workers of the run's beginning, "
+                f"and worker-{self.rank} has come later. Expected a DataLoader of a data set that is read by number"
+            )
         return made
 
     def _ask(self) -> None:
@@ -618,6 +623,11 @@ class WorkerSession(Session):
 
     def _begin_arrays(self, parameters: Tree, rule: Optimizer) -> None:
         self._check_unused()
+        if self._place.is_late:
+            raise ConfigError(
+                "session.exchange: this worker has come to a run that had begun, and its first gradient is one of the "
+                "arrays' first values. Only loops with session.wrap can take further workers"
+            )
         self._check_momentum([getattr(rule, "momentum", 0.0)])
         if self._averages_gradients:
             replica = self._arrays = ArrayGradients(parameters)
@@ -689,6 +699,14 @@ class WorkerSession(Session):
             return
         self._closed = True
         self._remove_hook()
+        if self._entry.is_behind:
+            error = ConfigError(
+                f"worker-{self.rank} has come to a run that had begun, and its loop has ended without a step: it has "
+                "to go through all epochs from the first one (those that are over have no minibatches), or through "
+                "those of session.epochs"
+            )
+            self._connection.fail(error)
+            raise error
         if self._places.breaks_off and self.is_main and not self._registered.has_counts:
             say(
                 f"this run was resumed at step {self._resume_point.steps}, and its loop has ended within an epoch: if "

@@ -185,13 +185,16 @@ class BufferAverager:
         self._copied.ring()
         return fixed
 
-    async def _answer_entry(self) -> OwnState:
-        return await self._fixed(entry_of)
+    async def _answer_entry(self) -> bytes:
+        def entry(_: object) -> bytes:
+            model = self._model
+            return OwnState(0, {**fixed_of(model).frozen, **extra_of(model), **entry_of(model)}).encode()
 
-    async def _fixed(self, besides: Callable[[Model], Buffers] = lambda model: {}) -> OwnState:
-        model = self._model
+        return await self._runtime.compute(entry, work=Work("copy"), shape_only=b"")
+
+    async def _fixed(self) -> OwnState:
         return await self._runtime.compute(
-            lambda _: OwnState(0, {**fixed_of(model).frozen, **extra_of(model), **besides(model)}),
+            lambda _: OwnState(0, {**fixed_of(self._model).frozen, **extra_of(self._model)}),
             work=Work("copy"),
             shape_only=OwnState(0, {}),
         )

@@ -95,6 +95,7 @@ class LoopContext:
         runtime, endpoint: of the worker's node.
         failed: reports an error with which this worker cannot continue.
         late: this worker has come to a run that had begun.
+        first_step: number of the replica's first step.
     """
 
     replica: Replica
@@ -103,6 +104,11 @@ class LoopContext:
     endpoint: Endpoint
     failed: Callable[[Exception], Awaitable[None]]
     late: bool = False
+    first_step: int = 0
+
+
+class EntersLaterError(ClosedError):
+    """A newcomer has let a round pass with which its loop could not begin: the workers form their group anew."""
 
 
 class Loop(Protocol):
@@ -124,7 +130,7 @@ class Loop(Protocol):
 
     @property
     def stays_out(self) -> bool:
-        """Whether this newcomer does not begin with the present round, which is no step of the others' loops."""
+        """Whether this newcomer does not begin with the present round: see `EntersLaterError`."""
         ...
 
     @property
@@ -256,7 +262,7 @@ class LoopSource:
                 if await self._endings.ending(loop.batches, loop.samples, number, left):
                     return
             if loop.stays_out and number > hooks.done:
-                raise ClosedError("a newcomer's loop begins after a round that was no step of the others")
+                raise EntersLaterError("a newcomer's loop does not begin with every round of the others")
             if await hooks.gate() == "over":
                 return
             self._newest = number

@@ -296,7 +296,8 @@ class WorkerNode:
         replica = exchange.replica
         if config.loop is not None:
             requests, failed = self._member.requests, self._failed
-            context = LoopContext(replica, requests, runtime, self._endpoint, failed, late)
+            first = config.first_step
+            context = LoopContext(replica, requests, runtime, self._endpoint, failed, late, first)
             config.loop.begin(context)
         self._averager.follow(lambda: self._source.progress(replica.seen_samples, replica.step))
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")

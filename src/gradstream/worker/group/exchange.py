@@ -16,7 +16,14 @@ from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Carried, Pieces, load, unsplit
 from gradstream.collectives.group import Group
 from gradstream.coordinator.link_choice import CLEAR, summed_s
-from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, UserCodeError
+from gradstream.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    InternalError,
+    PeerLostError,
+    UserCodeError,
+)
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, Storage, Work, awaited_later
 from gradstream.strategies.base import GroupStrategy
@@ -28,6 +35,7 @@ from gradstream.worker.exchange import Exchange, ExchangeContext, Transfers
 from gradstream.worker.group.forming import LOST, GroupForming
 from gradstream.worker.group.replica import GroupReplica
 from gradstream.worker.group.setup import GroupAssembly, GroupSetup
+from gradstream.worker.loop import EntersLaterError
 
 # ---- first look --------------------------------------------------------------------------
 # `FirstLook`: whether a phase that only measures its links has to wait for a sum at all.
@@ -288,7 +296,7 @@ class GroupExchange(Exchange):
 
     async def _regroup(self, error: Exception) -> None:
         """Goes on in the next group. Raises `error` if the members stay as they are."""
-        await self._forming.changed(error)
+        await self._forming.changed(error, at_once=isinstance(error, EntersLaterError))
         (await self._forming.through(self._enter))()
 
     async def _enter(self, group: Group) -> Callable[[], None]:
@@ -321,13 +329,7 @@ class GroupExchange(Exchange):
         marks = {one for version, _, *rest in told for one in rest if version == newest and one}
         self._in_step &= len(marks) < 2
         self._newcomers.update(one for one, is_new in zip(setup.ranks, new, strict=True) if is_new)
-        root = versions.index(newest)
-        if newest >= 0 and any(new):
-            root = next(
-                (one for one, version in enumerate(versions) if version == newest and not new[one]), -1
-            )
-            if root < 0:
-                return _nothing
+        root = self._root(versions, new, [not rest or rest[0] > 0 for _, _, *rest in told])
         if newest < 0 and any(late for _, late, *_ in told):
             return _nothing  # the run had parameters: nobody begins it again
         if newest < 0:  # no worker with the initial parameters is left
@@ -353,6 +355,22 @@ class GroupExchange(Exchange):
                 f"after round {newest} {', '.join(wrong)} got other parameters than {setup.group.names[root]} has"
             )
         return partial(self._take, vectors, newest, note)
+
+    def _root(self, versions: Sequence[int], new: Sequence[bool], goes_on: Sequence[bool]) -> int:
+        """The worker that has the newest parameters and, of a user's loop, all else that a newcomer needs.
+
+        Raises:
+            PeerLostError: this newcomer is there without any worker of which it could have them.
+            ConfigError: the loops of the others have ended.
+        """
+        newest = max(versions)
+        there = [rank for rank, version in enumerate(versions) if version == newest and not new[rank]]
+        going = [rank for rank in there if goes_on[rank]]
+        if self._is_new and newest >= 0 and not there:
+            raise self._nobody_has_them()
+        if self._is_new and newest >= 0 and not going:
+            raise ConfigError("session.wrap: the run is at its end: the loops of the other workers are over")
+        return (going or there or [versions.index(newest)])[0]
 
     def _take(self, vectors: Sequence[Vector], version: int, note: bytes) -> None:
         self.replica.take(vectors, version, note)

@@ -125,9 +125,14 @@ class GroupForming:
         if self._agreement is not None:
             await self._agreement.give_up(self.notice.epoch)
 
-    async def changed(self, error: Exception) -> None:
-        """Returns once there is another group, since an operation of this one has raised `error`. Else raises it."""
-        for again in (False, True)[: 2 * self.survives]:
+    async def changed(self, error: Exception, *, at_once: bool = False) -> None:
+        """Returns once there is another group, since an operation of this one has raised `error`. Else raises it.
+
+        Args:
+            error: see above.
+            at_once: asks for one without waiting for the news of a loss.
+        """
+        for again in (False, True)[at_once : 2 * self.survives]:
             if again and self._num_again < MOST_AGAIN:
                 self._num_again += 1
                 self._member.report(v1.BeatReport(broken=self._announced.epoch))
