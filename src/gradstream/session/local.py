@@ -15,12 +15,14 @@ several optimizers steps each once per step of the loop. Closing the session exc
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.model.base import Slot
@@ -29,6 +31,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.session.arrays import ArrayBinding, LocalUpdates, check_rule
 from gradstream.session.binding import ModuleBinding
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.samples import SampleCount
 
 
 class LocalModule(ModuleBinding):
@@ -37,7 +40,7 @@ class LocalModule(ModuleBinding):
     Args:
         module, parameters: as for `ModuleBinding`.
         in_pairs: a round submits w_i itself; else w - w_i.
-        is_repeat: whether the pass that is made now repeats samples of another one. Its gradient is set to zero.
+        counted: tells whether the pass that is made now repeats samples of another one. Its gradient is set to zero.
     """
 
     def __init__(
@@ -46,14 +49,25 @@ class LocalModule(ModuleBinding):
         parameters: Sequence[nn.Parameter],
         *,
         in_pairs: bool,
-        is_repeat: Callable[[], bool],
+        counted: SampleCount,
     ) -> None:
         super().__init__(module, parameters)
         self._in_pairs = in_pairs
         self._begun = self._own = torch.empty(0)  # w and w_i
 
+        self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
+        self._is_repeat = False
+
         def without_repeats(own: torch.Tensor) -> torch.Tensor:
-            if not is_repeat():
+            if self._end_of_backward() is None:  # the first one of a backward decides for all
+                self._is_repeat = counted.is_repeat()
+
+                def end() -> None:
+                    counted.pass_is_over()
+
+                Variable._execution_engine.queue_callback(end)
+                self._end_of_backward = weakref.ref(end)  # only backward holds it, until it ends or fails
+            if not self._is_repeat:
                 return own
             return own * 0 if own.requires_grad else torch.zeros_like(own)  # the first keeps the graph
 
@@ -121,7 +135,8 @@ class LocalArrays(ArrayBinding):
     Args:
         arrays: as for `ArrayBinding`.
         rule: the update rule of the first step.
-        in_pairs, is_repeat: see `LocalModule`.
+        in_pairs: see `LocalModule`.
+        is_repeat: whether the step that is made now repeats samples of another one.
 
     Attributes:
         updates: makes the steps.
@@ -245,6 +260,10 @@ class LocalRound:
     @property
     def _is_full(self) -> bool:
         return self._steps - self._begun >= self._full
+
+    def is_further(self, optimizer: object) -> bool:
+        """Whether the next step of an optimizer belongs to a step of the loop that another one has made already."""
+        return self._made.get(id(optimizer), 0) < self._steps
 
     def stepped(self, samples: int, loss: float, optimizer: object = None) -> None:
         """Counts a step, and waits for the exchange if it was the last of its round.

@@ -79,6 +79,7 @@ class SampleCount:
         self._has_loader = False
         self._taken: list[_Minibatch] = []  # not used by a training pass yet
         self._noted: list[_Minibatch] = []  # used for the next exchange
+        self._passed: list[_Minibatch] = []  # of these, by passes that are over
         self._current: _Minibatch | None = None  # the only minibatch of the last exchange, if it had one
         self._last: float = 1
         self._set: float | None = None
@@ -140,7 +141,7 @@ class SampleCount:
 
     def clear(self) -> None:
         """Forgets all samples since the last exchange."""
-        self._taken, self._noted, self._set = [], [], None
+        self._taken, self._noted, self._passed, self._set = [], [], [], None
         self._seen = self._seen_in_evaluation = None
 
     def use(self) -> None:
@@ -148,10 +149,16 @@ class SampleCount:
         self._noted += self._taken
         self._taken = []
 
+    def pass_is_over(self) -> None:
+        """Notes that a backward pass is over whose gradients are not exchanged yet."""
+        self._passed = [*self._noted]
+
     def is_repeat(self) -> bool:
         """Whether the pass that is made now is only of repeated minibatches: what `take_pass` would find."""
         new = self._not_evaluated()
         own = [*self._noted, *(new if self._noted or new or self._seen is not None else self._taken)]
+        before = {id(minibatch) for minibatch in self._passed}
+        own = [minibatch for minibatch in own if id(minibatch) not in before] or own[-1:]
         if own:
             return all(minibatch.samples == 0 for minibatch in own)
         return self._current is not None and not self._current.over and self._current.samples == 0

@@ -355,9 +355,7 @@ class WorkerSession(Session):
         joined = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         groups = [group["params"] for torch_optimizer in optimizers for group in torch_optimizer.param_groups]
         trained = {id(p): p for group in groups for p in group if p.requires_grad}
-        binding = LocalModule(
-            joined, list(trained.values()), in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
-        )
+        binding = LocalModule(joined, list(trained.values()), in_pairs=self._in_pairs, counted=self._samples)
         self._optimizers = self._places.optimizers = optimizers
         self._keep_states(optimizers)
         in_rounds = (
@@ -378,7 +376,8 @@ class WorkerSession(Session):
                 first_evaluation.clear()
                 return
             binding.watch.check_groups(self._where(), optimizer.param_groups)
-            samples, _ = whole(first_evaluation[0] if first_evaluation else self._taken_samples())
+            taken = partial(self._taken_samples, is_new=not one_round.is_further(optimizer))
+            samples, _ = whole(first_evaluation[0] if first_evaluation else taken())
             first_evaluation.clear()
             one_round.stepped(samples, self._log.step(loss), optimizer)
 
@@ -804,10 +803,16 @@ class WorkerSession(Session):
         self._registered.stepped()
         self._connection.bridge.step(samples, lr, self._log.step(loss))
 
-    def _taken_samples(self, local: Sequence[PassSamples] = ()) -> float:
-        """Samples of the gradient that is submitted now, including passes in `no_sync`."""
+    def _taken_samples(self, local: Sequence[PassSamples] = (), *, is_new: bool = True) -> float:
+        """Samples of the gradient that is submitted now, including passes in `no_sync`.
+
+        Args:
+            local: these passes.
+            is_new: the gradient is for a step of the loop that is not counted yet.
+        """
         self._resume_point.check_asked()
-        self._uses()
+        if is_new:
+            self._uses()
         taken = self._samples.take(local)
         self._places.has_others |= self._samples.unseen or self._samples.ahead
         return taken
