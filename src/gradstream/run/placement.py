@@ -110,6 +110,11 @@ class ScriptSession(Protocol):
     """The session of a script, for the program that runs the script and ends the session after it."""
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that should print."""
+        ...
+
+    @property
     def resumable(self) -> bool:
         """Whether the script asks where the run continues, so that a resumed run would not start over."""
         ...
@@ -172,8 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     network += ["--insecure"] if arguments.insecure else []
     network += ["--clock", arguments.clock] if arguments.clock else []
     assign(WorkerPlacement(rank, size, str(arguments.spec), arguments.coordinator, network))
-    if rank == 0:
-        sys.stdout = _Tee(sys.stdout, say)
+    sys.stdout = _Tee(sys.stdout, say, rank)
     sys.argv = [spec.script, *spec.argv[1:]]
     run_kept(Path(spec.run_dir))
     status, session = _run(Path(spec.script), arguments.name, say), running()
@@ -222,15 +226,18 @@ def _failed(error: GradstreamError, name: str, say: Say) -> int:
 
 
 class _Tee:
-    """Standard output that goes to the launcher too."""
+    """Standard output that goes to the launcher too, while this is the main worker."""
 
-    def __init__(self, log: TextIO, say: Say) -> None:
+    def __init__(self, log: TextIO, say: Say, rank: int) -> None:
         self._log = log
         self._say = say
+        self._rank = rank
 
     def write(self, text: str) -> int:
-        """Writes to both."""
-        self._say(printed=text)
+        """Writes to the log, and to the launcher if this is the main worker."""
+        session = running()
+        if self._rank == 0 if session is None else session.is_main:
+            self._say(printed=text)
         self._log.write(text)
         self._log.flush()
         return len(text)

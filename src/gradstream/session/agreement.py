@@ -300,6 +300,7 @@ class GradientRounds:
     ) -> None:
         self.steps = 0
         self._rounds = 0
+        self._latest = -1  # the latest round in which some worker had samples
         self._wrapped = wrapped
         self._vector = vector
         self._bridge = bridge
@@ -314,11 +315,11 @@ class GradientRounds:
 
     def load(self, saved: Sequence[Any]) -> None:
         """Goes on from what `saved` of another worker has returned."""
-        self._rounds, self.steps, digest, agreement = saved
+        self._rounds, self._latest, self.steps, digest, agreement = saved
         self._digest.place, self.agreement.place = tuple(digest), tuple(agreement)
 
     def _numbers(self) -> list[Any]:
-        return [self._rounds, self.steps, self._digest.place, self.agreement.place]
+        return [self._rounds, self._latest, self.steps, self._digest.place, self.agreement.place]
 
     def exchange(
         self,
@@ -355,14 +356,14 @@ class GradientRounds:
             vector.finish(into, flags, checks, scale, digest)
 
         mean = self._bridge.exchange(self._loss(), write)
-        if not self._bridge.round_samples and vector.differing(mean, [self._rounds - 1]) == []:
+        if not self._bridge.round_samples and vector.differing(mean, [self._latest]) == []:
             self._rounds += 1
-            return None  # the vector is still the mean of the previous round
+            return None  # the vector is still the mean of that round
         if vector.differing(mean, checks):
             raise self._out_of_step()
         if vector.checksums_differ(mean):
             self.agreement.suspect(name)  # the agreement after the step tells rounding from a real difference
-        self._rounds += 1
+        self._latest, self._rounds = self._rounds, self._rounds + 1
         return RoundResult(
             vector.unscaled(mean), vector.fired(mean), vector.broken(mean), vector.present(mean)
         )

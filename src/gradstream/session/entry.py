@@ -91,7 +91,7 @@ class SessionEntry:
             "contributed": list(bridge.contributed.items()),
             "counts": bridge.counts.saved(local_rounds=not bridge.averages_gradients),
             "may_enter": bridge.may_be_entered and self._has_minibatch,
-            "asks": self._resume_point.asked and not self._resume_point.has_entered,
+            "skips": self._places.skips,
             "knows_all": self._knows_all()
             and all(deals.is_finite for deals in self._takeover.deals.values()),
             "place": self._places.entry_state(),
@@ -108,12 +108,12 @@ class SessionEntry:
         if bridge is None or not bridge.is_late or SESSION not in arrays:
             return
         came = self.came = json.loads(arrays[SESSION].tobytes())
-        if not (came["knows_all"] or came["asks"]):
+        if not (came["knows_all"] or came["skips"]):
             raise ConfigError(
                 "session.wrap: this worker has come to a run that had begun, and nobody knows where in their data the "
                 "others are: they have used minibatches that no loader of session.shard has given out, or have taken "
-                "some ahead. Take each minibatch from a DataLoader of session.shard when it is needed, or begin the "
-                "loop at session.step"
+                "some ahead. Take each minibatch from a DataLoader of session.shard when it is needed, or skip those "
+                "that are done: if session.skip(): continue"
             )
         bridge.stays_out, bridge.contributed = not came["may_enter"], Counter(dict(came["contributed"]))
         bridge.counts.load(*came["counts"])

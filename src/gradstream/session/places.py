@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradstream.errors import ConfigError, DataError
+from gradstream.untrusted import say
 
 if TYPE_CHECKING:
     from gradstream.session.bridge import ResumePoint
@@ -130,6 +131,7 @@ class Places:
         has_others: the loop also trains with minibatches of no DataLoader that has a place.
         is_elsewhere: a loader that the script has registered has its place itself.
         optimizers: the script's wrapped optimizers.
+        has_changed: returns whether workers were lost or have come since the run began or was resumed.
     """
 
     point: ResumePoint
@@ -141,6 +143,7 @@ class Places:
     has_others: bool = False
     is_elsewhere: bool = False
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    has_changed: Callable[[], bool] = lambda: False
     _loaders: list[LoaderPlace] = field(default_factory=list)
     _told: Mapping[str, Any] | None = None
     _applies: bool | None = None
@@ -163,6 +166,11 @@ class Places:
             self._applies = self._told["enough"] and (self.epoch is not None or not self.point.asked)
             if self._applies:
                 self.point.pass_by()
+            elif self._told["enough"] and not self.skips:
+                say(
+                    "the script reads session.step or session.resumed, so its loaders begin at their first minibatch; "
+                    "with session.epochs(n) in place of range(n) they begin where the run was"
+                )
         if not self._applies or self._told is None:
             return None
         loaders = self._told["loaders"]
@@ -180,6 +188,11 @@ class Places:
     def breaks_off(self) -> bool:
         """Whether a resumed loop, which has come to its end, has not gone through a loader's last iteration."""
         return bool(self._applies) and any(place.trains and not place.ended for place in self._loaders)
+
+    @property
+    def skips_wrong(self) -> bool:
+        """Whether a resumed loop that skips iterations would not skip what is done: workers were lost, or had come."""
+        return self._told is not None and bool(self._told["changed"])
 
     def entry_state(self) -> dict[str, Any]:
         """What a newcomer has to know."""
@@ -259,6 +272,7 @@ class Places:
             "any_size": self.are_enough and all(place.any_size for place in self._loaders if place.trains),
             "world_size": self.world_size,
             "options": self._options(),
+            "changed": self.skips_wrong or self.has_changed(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

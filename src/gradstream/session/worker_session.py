@@ -194,6 +194,7 @@ class WorkerSession(Session):
         self._entry = SessionEntry(
             self._takeover, self._resume_point, self._registered, self._places, lambda: not self._is_unclear
         )
+        self._places.has_changed = lambda: len(self._takeover.roster.changes) > 1
         self._registered.add({PLACES: self._places})
         self._placed: set[object] = set()  # loaders in which a resumed loop finds its place
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
@@ -247,6 +248,12 @@ class WorkerSession(Session):
     @override
     def skip(self) -> bool:
         self._places.skips = True
+        if self._places.skips_wrong and not self._place.job().allow_lost:
+            raise ConfigError(
+                "session.skip: workers were lost, or have come, before the run was stopped, so nobody knows which "
+                "iterations of this worker are done. Leave session.skip() out: loaders of session.shard find their "
+                "place themselves; allow_lost=True, --allow-lost, accepts that data is left out or comes twice"
+            )
         self._end_again()
         if not self._resume_point.skip():
             if not self._registered.is_marked:
