@@ -337,7 +337,7 @@ def test_what_auto_cannot_have_is_refused_at_the_start(options: dict[str, Any], 
 
 def test_auto_in_a_loop_of_your_own_is_refused_by_its_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"strategy='auto' with a training loop of your own.*'parameter-averaging'"
+        ConfigError, match=r"strategy='auto' with a training loop of your own.*'local-sgd'"
     ) as caught:
         measured_first(replace(script_job(), strategy="auto"))
     assert "phase" not in str(caught.value)

@@ -22,7 +22,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.buffers import Arrays
 from gradstream.session.bridge import LoopBridge, ResumePoint
 from gradstream.session.loaders_part import Takeover
-from gradstream.session.places import Places
+from gradstream.session.places import LoopPlaces
 from gradstream.session.registered import Registered
 from gradstream.session.roster import Roster
 
@@ -51,7 +51,7 @@ class SessionEntry:
         takeover: Takeover,
         resume_point: ResumePoint,
         registered: Registered,
-        places: Places,
+        places: LoopPlaces,
         knows_all: Callable[[], bool],
     ) -> None:
         self.bridge: LoopBridge | None = None

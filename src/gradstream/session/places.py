@@ -41,7 +41,7 @@ class LoaderPlace:
         ended: the loop has gone through its last iteration to the end.
     """
 
-    places: Places
+    places: LoopPlaces
     index: int
     begun: int = 0
     over: int = 0
@@ -116,7 +116,7 @@ class LoaderPlace:
 
 
 @dataclass(slots=True, eq=False)
-class Places:
+class LoopPlaces:
     """A loop's place in its data. It is registered with the user's own objects: see `Registered`.
 
     Args:

@@ -46,7 +46,7 @@ from gradstream.session.local import LocalArrays, LocalModule, LocalRound
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import around_each_step, as_list, take_over
-from gradstream.session.places import Places
+from gradstream.session.places import LoopPlaces
 from gradstream.session.registered import counts_ahead
 from gradstream.session.replica import OptimizerStates, ReplicaBinding
 from gradstream.session.roster import Roster
@@ -190,7 +190,7 @@ class WorkerSession(Session):
             steps_a_round=self._strategy.local_steps if self._strategy.local_rounds else 1,
         )
         self._stream_ends = StreamEnds(lambda: self._connection.bridge, self._passed, self._present)
-        self._places = Places(self._resume_point, self._ask, self._steps_made, place.world_size)
+        self._places = LoopPlaces(self._resume_point, self._ask, self._steps_made, place.world_size)
         self._entry = SessionEntry(
             self._takeover, self._resume_point, self._registered, self._places, lambda: not self._is_unclear
         )
@@ -637,7 +637,7 @@ class WorkerSession(Session):
         self._check_momentum([getattr(rule, "momentum", 0.0)])
         if self._averages_gradients:
             replica = self._arrays = ArrayGradients(parameters)
-            bridge = self._begin(replica.binding, description_of(rule))
+            bridge = self._begin(replica.binding, description_of(rule), in_step=True)
             if self._entry.came is None:
                 replica.synchronize(bridge)
         elif self._strategy.local_rounds:
@@ -645,12 +645,12 @@ class WorkerSession(Session):
                 parameters, rule, in_pairs=self._in_pairs, is_repeat=self._samples.is_repeat
             )
             self._registered.optimizers = local.updates
-            bridge = self._begin(local, description_of(rule))
+            bridge = self._begin(local, description_of(rule), in_step=True)
             is_new = self._entry.came is not None
             self._round = LocalRound(bridge, self._strategy.local_steps, local, is_new=is_new)
         else:
             arrays = self._arrays = ArrayParameters(parameters, rule)
-            self._begin(arrays.binding, arrays.rule_text())
+            self._begin(arrays.binding, arrays.rule_text(), in_step=True)
 
     @override
     def samples(self, count: float) -> None:
@@ -768,7 +768,8 @@ class WorkerSession(Session):
         for hook in self._step_hooks:
             hook.remove()
 
-    def _begin(self, binding: ParameterBinding, rule: str) -> LoopBridge:
+    def _begin(self, binding: ParameterBinding, rule: str, *, in_step: bool = False) -> LoopBridge:
+        """Joins the run: between two steps of the loop or, with arrays, in its first one (`in_step`)."""
         bridge = self._connection.join(
             binding,
             rule,
@@ -777,8 +778,9 @@ class WorkerSession(Session):
             entry=self._entry,
         )
         self._takeover.bridge = bridge
-        self._samples.clear()  # what was taken before, for the means of the data perhaps, is in no round
-        self._samples.ahead = False
+        if not in_step:  # what was taken before, for the means of the data perhaps, is in no round
+            self._samples.clear()
+            self._samples.ahead = False
         point = self._resume_point
         point.again = not self._averages_gradients and self._registered.again and point.steps > 0
         self._registered.begin(keeps=self._place.job().checkpoint_every is not None)
