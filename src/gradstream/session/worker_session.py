@@ -54,7 +54,7 @@ from gradstream.session.rules import STEPS, description_of, objection
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
-from gradstream.session.streams import StreamEnds
+from gradstream.session.streams import ShardedIterable, ShardedStream, StreamEnds
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 from gradstream.traits import refuse
 from gradstream.untrusted import say
@@ -532,10 +532,12 @@ class WorkerSession(Session):
         made = part_of(data, part)
         if isinstance(made, ShardedLoader) and made.is_dealt:
             self._dealt.add(loader)
-        elif self._place.is_further:
+        elif self._place.is_further or (
+            self._place.is_late and isinstance(made, ShardedStream | ShardedIterable)
+        ):
             raise ConfigError(
-                f"session.shard: got {type(data).__name__}, which is divided among the workers of the run's beginning, "
-                f"and worker-{self.rank} has come later. Expected a DataLoader of a data set that is read by number"
+                f"session.shard: worker-{self.rank} has come to a run that had begun, and a {type(data).__name__} is "
+                "divided among the workers of its beginning. Expected a DataLoader of a data set that is read by number"
             )
         return made
 

@@ -245,6 +245,11 @@ class LoopSource:
         self._silent_samples = 0
         self._counts: Sequence[int] = ()  # samples of each worker in the present round
 
+    @property
+    def takes_part(self) -> bool:
+        """See `BatchSchedule`."""
+        return not self._loop.stays_out
+
     def heard(self, counts: Sequence[int]) -> None:
         """See `BatchSchedule`."""
         self._counts = counts

@@ -216,6 +216,11 @@ class BatchSchedule(Protocol):
         """
         ...
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether the present round counts as one of this worker's; not where its loop lets rounds pass."""
+        ...
+
     def heard(self, counts: Sequence[int]) -> None:
         """Hears how many samples each worker brings to the present round, where `round_of` does not know."""
         ...
@@ -352,6 +357,9 @@ class Schedule:
         if self.first_version is None:
             return ()
         return [self.plan.nth(self.rank, number) for number in range(done, version - self.first_version)]
+
+    takes_part = True
+    """See `BatchSchedule`."""
 
     def heard(self, counts: Sequence[int]) -> None:
         """See `BatchSchedule`: not called, since the plan knows."""
