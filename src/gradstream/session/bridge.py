@@ -387,11 +387,7 @@ class LoopBridge:
     @property
     def may_be_entered(self) -> bool:
         """Whether a newcomer can begin with the round that is made now: it is the first one of a step of the loop."""
-        context = self._context
-        if context is None or self.ended or self._turn.silent or not self._is_first:
-            return False
-        # Else the loop has still to get the result of the round before.
-        return self.counts.batches == context.replica.step - context.first_step + 1
+        return not self.ended and self._has_submitted and not self._turn.silent and self._is_first
 
     @property
     def left(self) -> Left | None:
@@ -401,7 +397,15 @@ class LoopBridge:
     @property
     def mark(self) -> int:
         """See `Loop.mark`. The user's thread waits."""
-        return 0 if self.ended else self.find_mark()
+        if self.ended:
+            return 0
+        return self.find_mark() if self._has_submitted else -1
+
+    @property
+    def _has_submitted(self) -> bool:
+        """Whether the loop has submitted the round that is made now; else it has to get the result of the last one."""
+        context = self._context
+        return context is not None and self.counts.batches == context.replica.step - context.first_step + 1
 
     def members(
         self, ranks: Sequence[int], number: int, entered: Sequence[int] = (), *, in_step: bool = True

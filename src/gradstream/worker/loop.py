@@ -178,7 +178,10 @@ class Loop(Protocol):
 
     @property
     def mark(self) -> int:
-        """A number that is the same on all workers whose loops have dealt the same minibatches; 0 says nothing."""
+        """A number that is the same on all workers whose loops have dealt the same minibatches.
+
+        0 if the loop has ended; -1 if it has not submitted the round that is made now.
+        """
         ...
 
     def members(

@@ -326,10 +326,10 @@ class GroupExchange(Exchange):
         versions = [round(version) for version, *_ in told]
         newest, rank = max(versions), setup.group.rank
         new = [late == NEW for _, late, *_ in told]
-        marks = {one for version, _, *rest in told for one in rest if version == newest and one}
+        marks = {one for version, _, *rest in told for one in rest if version == newest and one > 0}
         self._in_step &= len(marks) < 2
         self._newcomers.update(one for one, is_new in zip(setup.ranks, new, strict=True) if is_new)
-        root = self._root(versions, new, [not rest or rest[0] > 0 for _, _, *rest in told])
+        root = self._root(versions, new, [rest[0] if rest else 1 for _, _, *rest in told])
         if newest < 0 and any(late for _, late, *_ in told):
             return _nothing  # the run had parameters: nobody begins it again
         if newest < 0:  # no worker with the initial parameters is left
@@ -356,8 +356,13 @@ class GroupExchange(Exchange):
             )
         return partial(self._take, vectors, newest, note)
 
-    def _root(self, versions: Sequence[int], new: Sequence[bool], goes_on: Sequence[bool]) -> int:
+    def _root(self, versions: Sequence[int], new: Sequence[bool], marks: Sequence[float]) -> int:
         """The worker that has the newest parameters and, of a user's loop, all else that a newcomer needs.
+
+        Args:
+            versions: of the workers' parameters, by rank in the group.
+            new: they have not the state of the others' loops yet.
+            marks: see `Loop.mark`.
 
         Raises:
             PeerLostError: this newcomer is there without any worker of which it could have them.
@@ -365,7 +370,7 @@ class GroupExchange(Exchange):
         """
         newest = max(versions)
         there = [rank for rank, version in enumerate(versions) if version == newest and not new[rank]]
-        going = [rank for rank in there if goes_on[rank]]
+        going = sorted((rank for rank in there if marks[rank]), key=lambda rank: (marks[rank] < 0, rank))
         if self._is_new and newest >= 0 and not there:
             raise self._nobody_has_them()
         if self._is_new and newest >= 0 and not going:

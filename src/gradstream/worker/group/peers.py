@@ -152,12 +152,15 @@ class GroupPeers:
         if workers is None:
             if gradient.samples == UNKNOWN:
                 await gradient.ready.reached(1)  # the user's loop reports the number of samples first
-            told = await self.tell(gradient.samples, gradient.lr, float(gradient.exact))
-            exact = any(is_exact for _, _, is_exact in told)
+            own_loop = not isinstance(self._context.schedule, Schedule)
+            told = await self.tell(
+                gradient.samples, gradient.lr, *([float(gradient.exact)] if own_loop else [])
+            )
+            exact = any(any(rest) for _, _, *rest in told)
             by_rank = dict(zip(self._setup.ranks, told, strict=True))
             num_workers = max(self._context.num_workers, 1 + max(by_rank))  # more may have come
-            of_all = (by_rank.get(rank, (0.0, 0.0, 0.0)) for rank in range(num_workers))
-            workers = [(round(samples), lr) for samples, lr, _ in of_all]
+            of_all = (by_rank.get(rank, (0.0, 0.0)) for rank in range(num_workers))
+            workers = [(round(samples), lr) for samples, lr, *_ in of_all]
             self._context.schedule.heard([samples for samples, _ in workers])
         lr = next((lr for samples, lr in workers if samples and lr), 0.0)
         counts = [samples for samples, _ in workers]
