@@ -40,6 +40,10 @@ def test_a_roster_knows_who_makes_which_round_and_who_has_come() -> None:
     assert [roster.since(rank, 9) for rank in range(3)] == [8, 5, None]
     assert [roster.since(rank, 7) for rank in range(1, 3)] == [5, None]
     assert roster.first == 2
+    at_once = Roster(2)
+    at_once.change(0, [0, 1])
+    at_once.change(0, [0, 1], [0])  # worker-0 has died, and come back, in the very first round
+    assert at_once.first == 1
     other = Roster(3)
     other.load(json.loads(json.dumps(roster.saved())))
     assert other.changes == roster.changes

@@ -240,16 +240,18 @@ class Used(nn.Module):
     def __init__(self):
         super().__init__()
         self.uses = nn.Parameter(torch.zeros(EPOCHS, N, dtype=torch.float64))
+        self.own = nn.Parameter(torch.ones(1, dtype=torch.float64))  # its momentum has to come to a newcomer
 
     def forward(self, ids, epoch):
-        return self.uses[epoch][ids].sum() / len(ids)
+        return self.uses[epoch][ids].sum() / len(ids) + (self.own * ids / N - 0.5).pow(2).mean()
 
 
 model = Used()
 loader = session.shard(DataLoader(TensorDataset(torch.arange(N)), batch_size=8, shuffle=True))
 if session.rank:
     (folder / "coming").touch()
-model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+groups = [{"params": [model.uses]}, {"params": [model.own], "lr": 0.01, "momentum": 0.9}]
+model, optimizer = session.wrap(model, torch.optim.SGD(groups, lr=1.0))
 begun_at = session.step
 for epoch in range(EPOCHS):
     for (ids,) in loader:
@@ -262,7 +264,7 @@ for epoch in range(EPOCHS):
 session.close()
 once = bool((model.uses.detach() != 0).all())
 total = round(float(model.uses.detach().sum()), 9)
-told = [once, total, session.world_size, session.step, begun_at > 0]
+told = [once, total, session.world_size, session.step, begun_at > 0, float(model.own)]
 (folder / f"{session.rank}.json").write_text(json.dumps(told))
 """
 
@@ -286,7 +288,7 @@ def test_a_machine_joins_a_run_that_has_begun_beyond_the_number_at_its_beginning
     assert status == 0, said
     assert "accounted for  390 samples" in said
     first, second = (json.loads((told / f"{rank}.json").read_text()) for rank in range(2))
-    assert first[:4] == second[:4]
+    assert (first[:4], first[5]) == (second[:4], second[5])
     assert first[0], "not each sample was used once an epoch"
     assert (first[2], first[4], second[4]) == (2, False, True)
 

@@ -315,10 +315,9 @@ class LoaderDeals:
             if self._repeat is None and (first := next(iteration.order, None)) is not None:
                 iteration.order, self._repeat = chain([first], iteration.order), packed(first)
             repeat = _unpacked(self._repeat)
-            size = len(
-                self._takeover.roster.now
-            )  # a piece of the usual size: some layers refuse a single sample
-            return (self._cut(repeat, slice(0, None, size)) if self._split else repeat), 0
+            # A piece of the usual size, since some layers refuse a single sample.
+            pieces = len(self._takeover.roster.now)
+            return (self._cut(repeat, slice(0, None, pieces)) if self._split else repeat), 0
         batch = _unpacked(self._batches[item[:2]])
         if item.pieces > 1:
             batch = self._cut(batch, slice(item.piece, None, item.pieces))

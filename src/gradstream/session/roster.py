@@ -66,7 +66,10 @@ class Roster:
     def first(self) -> int:
         """The rank of the worker that has been there for longest; of several, the lowest."""
         number = self.changes[-1].number
-        return min(self.now, key=lambda rank: (self.since(rank, number) or FIRST, rank), default=0)
+        since = {rank: self.since(rank, number) for rank in self.now}
+        return min(
+            self.now, key=lambda rank: (FIRST if since[rank] is None else since[rank], rank), default=0
+        )
 
     def saved(self) -> list[Any]:
         """As JSON."""
