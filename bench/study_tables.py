@@ -104,11 +104,7 @@ def split() -> Places:
             ]
         )
     head = ["", "first loss", "1 process", "2", "4", "apart in 10 steps", f"in {record['steps']}"]
-    exchanges = {
-        "split": "split",
-        "gradients": "data parallel, gradients",
-        "factors": "data parallel, factors",
-    }
+    exchanges = {"split": "split", "gradients": "data parallel"}
     steps = [[title, f"{record[way]:.2f}"] for way, title in exchanges.items()]
     return {
         "split-models": table(head, rows),

@@ -31,7 +31,6 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "`synchronous`, `worker_momentum`": ("synchronous", {"worker_momentum": 0.9}),
     "`synchronous`, `sparse=True`": ("synchronous", {"sparse": True}),
     "`allreduce`, `sharded=True`": ("allreduce", {"sharded": True}),
-    "`allreduce`, `factors=True`": ("allreduce", {"factors": True}),
     '`allreduce`, `exchange="torch"`': ("allreduce", {"exchange": "torch"}),
     "`local-sgd`, `delay`": ("local-sgd", {"delay": 1}),
     "`downpour`, `significance`": ("downpour", {"significance": 0.1}),

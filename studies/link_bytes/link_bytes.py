@@ -27,7 +27,7 @@ from slow_links import sent
 
 WORLD, BATCH, LR = 4, 8, 0.05
 METHODS = {
-    "allreduce, float32": ("allreduce", ("strategy.factors=false",)),
+    "allreduce, float32": ("allreduce", ()),
     **{
         f"local-sgd, one-bit, H = {every}": ("local-sgd", (f"strategy.every={every}", "codec=one-bit"))
         for every in (32, 64, 128)

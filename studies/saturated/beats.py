@@ -65,7 +65,7 @@ def job() -> gs.Job:
         gs.data.fashion_mnist(),
         workers=3,
         batch_size=4,
-        strategy=gs.strategies.AllReduce(factors=False),
+        strategy=gs.strategies.AllReduce(),
         optimizer=gs.optim.SGD(lr=0.01),
         epochs=1000,
         checkpoint_every=None,

@@ -7,8 +7,7 @@
 * resnet: 3 stages of 2 convolutions with BatchNorm and a shortcut, on the images that come with gradstream; SGD.
 
 Real processes, allreduce, one replica. With `--apart`: a network of dense layers, split over two machines under
-`1f1b` with 4 micro-batches, and the same network data parallel on the same two machines, the same samples a step:
-with whole gradients, and with factors, which allreduce takes by itself for such layers over such links.
+`1f1b` with 4 micro-batches, and the same network data parallel on the same two machines, the same samples a step.
 Machines are network namespaces that share this one's cores.
 """
 
@@ -184,8 +183,7 @@ def apart(rate: str) -> dict[str, Any]:
     half = str(SAMPLES // 2)
     ways = {
         "split": ["--workers", "1", "--split", "2", "--set", "micro_batches=4", "--set", "pipeline=1f1b"],
-        "gradients": ["--workers", "2", "--batch-size", half, "--set", "strategy.factors=false"],
-        "factors": ["--workers", "2", "--batch-size", half],
+        "gradients": ["--workers", "2", "--batch-size", half],
     }
     found: dict[str, Any] = {"rate": rate}
     for name, options in ways.items():

@@ -200,7 +200,7 @@ def test_all_workers_of_a_group_have_the_same_bits() -> None:
 def test_bytes_of_a_group_are_counted() -> None:
     model, data = least_squares(32, 100_000, whole=False, reduction="mean", dtype="float32")
     slow = gs.sim.SimulationConfig(network=gs.sim.Network(bandwidth_bytes_s=1e5))
-    ring, patient = gs.AllReduce(algorithm="ring", factors=False), gs.Deadlines(silence_s=600, lease_s=600)
+    ring, patient = gs.AllReduce(algorithm="ring"), gs.Deadlines(silence_s=600, lease_s=600)
 
     def round_s(codec: str | None) -> float:
         """Of rounds alone: all runs begin with a broadcast of the parameters."""
@@ -296,7 +296,6 @@ def test_the_example_for_slow_links_is_a_job() -> None:
     ("options", "says"),
     [
         ({"strategy": gs.AllReduce(sharded=True)}, "sharded=True: it exchanges other than whole gradients"),
-        ({"strategy": gs.AllReduce(factors=True)}, "factors=True"),
         ({"strategy": "parameter-averaging"}, "take strategy='diloco'"),
         ({"strategy": "lbfgs"}, "exact sum over all samples"),
         ({"strategy": "dc-asgd"}, "corrects gradients"),

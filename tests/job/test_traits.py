@@ -76,7 +76,6 @@ VARIANTS: Mapping[str, gs.Strategy] = {
     "worker momentum": gs.Synchronous(worker_momentum=0.9),
     "touched rows": gs.Synchronous(sparse=True),
     "sharded": gs.AllReduce(sharded=True),
-    "factors": gs.AllReduce(factors=True),
     "torch": gs.AllReduce(exchange="torch"),
     "significance": gs.Downpour(significance=0.1),
     "warm start": gs.Downpour(warm_start=3),
@@ -247,7 +246,7 @@ def test_the_table_is_read_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-MODELS = {"tables", "sparse model", "no factors", "sliced tensors"}
+MODELS = {"tables", "sparse model", "sliced tensors"}
 """Traits that only the model has, where it is built."""
 STARTS = {"engine", "threads", "detach", "simulation", "shm", "several machines", "no disk"}
 """Traits of ways to start a run."""

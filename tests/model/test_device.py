@@ -353,15 +353,6 @@ def test_what_has_no_device_of_ours_is_refused() -> None:
         check_script(a_job(device="cuda"))
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_layers_are_not_kept_as_factors_where_any_worker_may_have_a_device() -> None:
-    """All workers exchange the same vectors, also a worker on a machine without an accelerator."""
-    wide = from_torch(lambda: nn.Linear(1024, 1024), F.mse_loss)
-    assert wide.factored_layers
-    assert not on_device(wide, "auto").factored_layers
-    assert not on_device(wide, "cuda:1").factored_layers
-
-
 JOB = """
 import numpy as np, gradstream as gs
 from torch import nn

@@ -97,7 +97,6 @@ def test_an_algorithm_without_halves_cannot_be_sharded() -> None:
     ("options", "text"),
     [
         ({"sharded": "auto"}, r"sharded='auto'\): expected True, False or None"),
-        ({"factors": 1}, r"factors=1\): expected True, False or None"),
         ({"overlap": "no"}, r"overlap='no'\): expected True or False"),
         ({"overlap": None}, r"overlap=None\): expected True or False"),
         ({"bucket_mib": "4"}, r"bucket_mib='4'\): expected a finite number of MiB"),

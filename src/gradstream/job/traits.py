@@ -139,7 +139,6 @@ def _of_strategy(strategy: Strategy, workers: int) -> _Found:
         yield "common rounds", True, named
         yield "delay", strategy.delay, f"delay={strategy.delay}"
         yield "sharded", strategy.sharded, "sharded=True"
-        yield "factors", strategy.factors, "factors=True"
         yield "torch", strategy.exchange != "auto", f"exchange={strategy.exchange!r}"
     if isinstance(strategy, PeerStrategy):
         yield "pairs", True, named

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import GradientError
 from gradstream.model.base import Layout, Slot
-from gradstream.model.factors import FactorPair, FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
@@ -47,22 +46,18 @@ class Sink:
     Args:
         view: the parameter's place in the flat gradient vector, in its own shape.
         of: only the contributions of this backward pass are collected.
-        factors: keeps the two factors of a gradient that is a single product, instead of the product; None if the
-            product is always computed.
     """
 
-    __slots__ = ("factors", "of", "ready", "view", "written")
+    __slots__ = ("of", "ready", "view", "written")
 
-    def __init__(self, view: torch.Tensor, of: Pass, factors: FactorPair | None = None) -> None:
+    def __init__(self, view: torch.Tensor, of: Pass) -> None:
         self.view = view
         self.of = of
-        self.factors = factors
         self.written = False
         self.ready = False
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds a contribution that exists as a tensor."""
-        self._form()
         if self.written:
             self.view.add_(gradient)
         elif gradient.is_sparse:  # of a row-sparse tensor whose whole gradient is wanted
@@ -73,10 +68,6 @@ class Sink:
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Adds the contribution left @ right, without a temporary tensor."""
-        if self.factors is not None and not self.written and self.factors.take(left, right):
-            self.written = True
-            return
-        self._form()
         if self.written:
             self.view.addmm_(left, right)
         else:
@@ -85,15 +76,7 @@ class Sink:
 
     def clear(self) -> None:
         """Sets the gradient to zero. Called where the loss does not depend on the parameter."""
-        if self.factors is not None:
-            self.factors.clear()
-        else:
-            self.view.zero_()
-
-    def _form(self) -> None:
-        if self.factors is not None:
-            self.factors.refuse(self.view)
-            self.factors = None
+        self.view.zero_()
 
 
 class RowSink:
@@ -144,7 +127,6 @@ class Backprop:
         parameters: the leaves, one per slot of the layout, in its order.
         gradient: (E,) the flat vector to fill.
         report: called with the length of the finished prefix as it grows.
-        factors: take the sufficient factors of some layers, whose places in `gradient` are not written.
         rows: takes the gradients of row-sparse parameters; `gradient` then has the layout `layout.rest`.
     """
 
@@ -154,7 +136,6 @@ class Backprop:
         parameters: Sequence[nn.Parameter],
         gradient: torch.Tensor,
         report: Report,
-        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> None:
         landing = layout if rows is None else layout.rest
@@ -172,7 +153,7 @@ class Backprop:
         self.sinks: list[Sink | RowSink] = [
             RowSink(rows, slot, self._pass)
             if rows is not None and slot.row_sparse
-            else Sink(views[slot.name], self._pass, (factors or {}).get(slot.name))
+            else Sink(views[slot.name], self._pass)
             for slot in layout.slots
         ]
 

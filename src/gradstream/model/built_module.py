@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ from gradstream.errors import ConfigError
 from gradstream.model.backprop import Backprop, RowSink, Sink
 from gradstream.model.base import Layout, Slot
 from gradstream.model.devices import seeded
-from gradstream.model.factors import FactoredLayer
 
 # ---- wide linear -------------------------------------------------------------------------
 # Computes the weight gradients of wide linear layers directly in the flat vector.
@@ -111,12 +110,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         rows = grad_output.reshape(-1, grad_output.shape[-1])  # (N, O)
-        factors = rows.t(), inputs.reshape(-1, inputs.shape[-1])
+        product = rows.t(), inputs.reshape(-1, inputs.shape[-1])
         grad_weight = None
         if ctx.sink.of.under_way:
-            ctx.sink.add_product(*factors)
+            ctx.sink.add_product(*product)
         else:
-            grad_weight = torch.mm(*factors)
+            grad_weight = torch.mm(*product)
         grad_input = rows.mm(weight).view(inputs.shape) if ctx.needs_input_grad[0] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None
@@ -341,17 +340,6 @@ class BuiltModule:
         for part in self._kept_in_eval:
             part.training = False
         self._training = on
-
-    @property
-    def factored_layers(self) -> list[FactoredLayer]:
-        """Wide linear layers whose weight has one name, so that no other layer uses it."""
-        linear = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Linear)}
-        num_names = Counter(self.names.values())
-        return [
-            FactoredLayer(slot.name, slot.start, *slot.shape)
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
-            if is_wide(slot) and id(parameter) in linear and num_names[slot.name] == 1
-        ]
 
     def wide(self, backprop: Backprop) -> AbstractContextManager[object]:
         """The context that `WideLinear` needs; an empty one if the model has no wide layer."""

@@ -18,7 +18,6 @@ from gradstream.model.backprop import Backprop
 from gradstream.model.base import Batch, Reduction, finite_loss, map_leaves
 from gradstream.model.built_module import Build, BuiltModule
 from gradstream.model.devices import Copied, Streams, device_of, seeded, streams_of
-from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.model.torch_module import Loss, LossOf, TorchModel, usable
 from gradstream.runtime.base import Report
@@ -131,8 +130,6 @@ class Landing:
 def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
     """The same model, not yet built, for a worker that computes on a device.
 
-    It offers no factors, on any device, since all workers of a run must exchange the same vectors.
-
     Args:
         model: the user's model.
         name: name of the device; see `Job.device`.
@@ -144,9 +141,7 @@ def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
     device = device_of(name, rank)
     if device.type != "cpu":
         return DeviceModel(*model.given, streams=partial(streams_of, device))
-    fresh = TorchModel(*model.given)
-    fresh.offers_factors = False
-    return fresh
+    return TorchModel(*model.given)
 
 
 class DeviceModel(TorchModel):
@@ -169,7 +164,6 @@ class DeviceModel(TorchModel):
         streams: Callable[[], Streams],
     ) -> None:
         super().__init__(build, loss, reduction, loss_of, spread)
-        self.offers_factors = False
         self._make_streams = streams
         self._staging: Staging | None = None
 
@@ -181,7 +175,6 @@ class DeviceModel(TorchModel):
         *,
         seed: int,
         report: Report,
-        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """See `TorchModel.gradient`. Waits for the device only after the whole backward pass is queued."""
@@ -193,7 +186,7 @@ class DeviceModel(TorchModel):
             streams.pin(parameters)
             self._show(built, parameters)
             built.training(True)
-            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, factors, rows)
+            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, rows)
             with torch.enable_grad(), backprop, seeded(seed):
                 loss = usable(self._loss_of(built, batch))
                 landing.scalar(loss.detach(), lambda value: losses.append(finite_loss(value)))

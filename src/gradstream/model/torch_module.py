@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,6 @@ from gradstream.model.base import Batch, Layout, Reduction, check_option, finite
 from gradstream.model.buffers import Buffers, arrays_of, as_numpy, for_torch, set_tensor
 from gradstream.model.built_module import Build, BuiltModule, Fixed, build_module, trained_of
 from gradstream.model.devices import seeded
-from gradstream.model.factors import FactoredLayer, FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
@@ -96,12 +95,10 @@ class TorchModel:
 
     Attributes:
         given: the arguments of the constructor: `TorchModel(*model.given)` is the same model, not yet built.
-        offers_factors: whether `factored_layers` may have layers.
     """
 
     def __init__(self, build: Build, loss: Loss, reduction: Reduction, loss_of: LossOf, spread: bool) -> None:
         self.given = build, loss, reduction, loss_of, spread
-        self.offers_factors = True
         self.reduction: Reduction = reduction
         self._build = build
         self._loss = loss
@@ -113,11 +110,6 @@ class TorchModel:
     def layout(self) -> Layout:
         """Names and places of the trained parameters. The first use builds the module once."""
         return self._module().layout
-
-    @property
-    def factored_layers(self) -> Sequence[FactoredLayer]:
-        """Wide linear layers whose weight no other layer uses; see `model.factors`."""
-        return self._module().factored_layers if self.offers_factors else ()
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector with the parameters of `build()` under this seed; see `Model.init`."""
@@ -140,14 +132,11 @@ class TorchModel:
         *,
         seed: int,
         report: Report,
-        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """Writes the gradient at `parameters` into `gradient`; see `Model.gradient`.
 
         Args:
-            factors: take the sufficient factors of some `factored_layers`, whose places in `gradient` are not
-                written, unless the layer is refused.
             rows: takes the gradients of row-sparse parameters; `gradient` then has the layout `layout.rest`.
 
         Raises:
@@ -161,7 +150,7 @@ class TorchModel:
             return 0.0
         built.point_at(parameters)
         built.training(True)
-        backprop = Backprop(built.layout, built.parameters, gradient, report, factors, rows)
+        backprop = Backprop(built.layout, built.parameters, gradient, report, rows)
         with torch.enable_grad(), backprop, built.wide(backprop), seeded(seed):
             loss = usable(self._loss_of(built, batch))
             value = finite_loss(float(loss.detach()))

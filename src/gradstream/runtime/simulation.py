@@ -268,7 +268,6 @@ KINDS = frozenset(
         "apply",
         "copy",
         "reduce",
-        "product",
         "evaluate",
         "read",
         "build",
@@ -288,7 +287,6 @@ def _no_costs() -> Mapping[str, Cost]:
         "apply": Cost(per_elem_s=4e-10),
         "copy": Cost(per_elem_s=4e-10),
         "reduce": Cost(per_elem_s=4e-10),
-        "product": Cost(per_elem_s=2e-11),  # of matrices; an element is one multiplication and one addition
     }
 
 

@@ -36,7 +36,6 @@ from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.factory import KINDS, TORCH
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.model.factors import FactoredLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import GroupWorker
@@ -61,8 +60,6 @@ class AllReduce(GroupStrategy):
         overlap: exchange buckets during backprop; False exchanges after it, with the same bits.
         bucket_mib: size of a bucket, in MiB. Large buckets cause fewer delays, small ones are sent earlier. None
             is 4; where all workers share memory, a sixteenth of a large model, at most 16.
-        factors: True sends the gradients of wide linear layers as factors. None decides layer by layer, and
-            sends no factors between workers of one machine, where bytes cost less than the arithmetic.
 
     Example:
         >>> strategy = gs.AllReduce(algorithm="ring")
@@ -76,7 +73,6 @@ class AllReduce(GroupStrategy):
     sharded: bool | None = None
     overlap: bool = True
     bucket_mib: float | None = None
-    factors: bool | None = None
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = True
@@ -89,18 +85,12 @@ class AllReduce(GroupStrategy):
             raise UnknownNameError("algorithm of AllReduce", str(self.algorithm), KNOWN)
         check_flag("AllReduce", "sharded", self.sharded, may_be_none=True)
         check_flag("AllReduce", "overlap", self.overlap)
-        check_flag("AllReduce", "factors", self.factors, may_be_none=True)
         if self.bucket_mib is not None:
             check_not_negative("AllReduce", "bucket_mib", self.bucket_mib, "number of MiB")
         if self.exchange != "auto" and self.algorithm != "auto":
             raise ConfigError(
                 f"AllReduce(exchange={self.exchange!r}, algorithm={self.algorithm!r}): torch.distributed "
                 "chooses its algorithm itself; leave one of the two out"
-            )
-        if self.factors and self.sharded:
-            raise ConfigError(
-                "AllReduce(factors=True, sharded=True): factors bring whole gradients, but a worker with sharded=True "
-                "needs only its own slices; leave one of the two out"
             )
         if self.sharded and self.algorithm in ALGORITHMS and self.algorithm not in PARTS:
             raise ConfigError(
@@ -139,18 +129,6 @@ class AllReduce(GroupStrategy):
             await group.update(gradient)
             if group.sharded:
                 await group.all_gather()
-
-    def as_factors(self, layer: FactoredLayer, rows: int, workers: int, near: bool) -> bool:
-        """Whether K(M+Q)(W-1) is less than 2·M·Q·(W-1)/W, for a layer of Q inputs and M outputs.
-
-        A worker sends the former in an all-gather of the factors, and the latter in an allreduce of the gradient
-        by ring or halving-doubling. (Through one server it sends M·Q and receives as much; it sends lg W · M·Q in
-        the butterfly, and up to ⌈lg W⌉·M·Q at the root of a tree.) With factors each worker forms the product of
-        the joined batch: 2·K·W·M·Q operations, where the product of its own batch takes 2·K·M·Q.
-        """
-        if self.factors is not None:
-            return self.factors
-        return not near and layer.factor_elems(rows) * workers < 2 * layer.elems
 
     def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:
         """`bucket_mib` in elements, a multiple of 64."""

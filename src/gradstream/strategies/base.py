@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError, InternalError, UnknownNameError
 from gradstream.model.base import Reduction
-from gradstream.model.factors import FactoredLayer
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Add, Replace
 from gradstream.strategies.api import (
@@ -278,9 +277,6 @@ class GroupStrategy(Strategy):
     None lets the group decide: if its workers share memory, slices need not be moved.
     """
 
-    factors: bool | None = None
-    """Whether gradients of wide layers are sent as factors; None does so if that is cheaper."""
-
     @property
     def local_rounds(self) -> bool:
         """See `Strategy.local_rounds`: true if there is an outer rule."""
@@ -330,18 +326,6 @@ class GroupStrategy(Strategy):
         """
         total = sum(samples)
         return (samples[rank] if reduction == "mean" else 1) / total if total else 0.0
-
-    def as_factors(self, layer: FactoredLayer, rows: int, workers: int, near: bool) -> bool:
-        """Whether the gradient of a linear layer is sent as its factors; see `AllReduce`.
-
-        Args:
-            layer: shape of the layer.
-            rows: largest number of samples of a worker.
-            workers: number of workers.
-            near: whether all are on one machine.
-        """
-        del layer, rows, workers, near
-        return False
 
     def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:
         """Approximate number of elements that are exchanged at once, a multiple of 64.

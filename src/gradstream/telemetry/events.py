@@ -377,16 +377,6 @@ class DiskEvent(MemberEvent):
     lost_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FactorsEvent(MemberEvent):
-    """How the gradients of wide linear layers are sent in the first round (worker of the lowest rank)."""
-
-    name: ClassVar[str] = "factors"
-    layers: Mapping[str, str]  # by weight: "factors" or "gradient"
-    factor_elems: Mapping[str, int]  # by weight sent as factors: elements to each other worker
-    gradient_elems: Mapping[str, int]  # by weight: elements of its gradient
-
-
 # ---- coordinator and launcher ------------------------------------------------------------
 # Events of the coordinator and the launcher: nodes, data epochs, checkpoints, and the end of the run. In parentheses:
 # who records the event.

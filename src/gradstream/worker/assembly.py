@@ -19,7 +19,6 @@ from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.plan import JoinedPlan, unjoined
 from gradstream.errors import InternalError
-from gradstream.model.factors import factored_layers_of
 from gradstream.sparse.model import SparseModel
 from gradstream.strategies.base import (
     GroupStrategy,
@@ -227,13 +226,11 @@ class Assembly:
 
 def _traits_of(config: WorkerConfig) -> dict[str, str]:
     """The traits of the model, which is first known here."""
-    model, strategy, traits = config.model, config.plan.strategy, {}
+    model, traits = config.model, {}
     if model.layout.tables:
         traits["tables"] = "a model with row-sparse tensors"
     if config.plan.variance_test is not None:
         traits["growth"] = "variance_test"
     if isinstance(model, SparseModel):
         traits["sparse model"] = "a sparse model"
-    if isinstance(strategy, GroupStrategy) and strategy.factors and not factored_layers_of(model):
-        traits["no factors"] = "this model"
     return traits

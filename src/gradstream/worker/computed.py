@@ -11,7 +11,6 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import NonFiniteError
 from gradstream.memory import Vector
 from gradstream.model.base import Batch
-from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import ComputeProgress
 
@@ -84,8 +83,6 @@ class ComputedGradient:
         later_samples: number of samples in those parts.
         rest: trains on those parts once this gradient is complete; None if there are none.
         on_known: called by `know` and by `refuse`.
-        factors: receive the sufficient factors of some layers, instead of their part of the vector; not for a
-            minibatch in parts, nor for a mean.
         rows: receives the gradients of row-sparse tensors, empty at first; `vector` and `sums` then have the
             layout `Layout.rest`.
         sound: number of leading elements that were finite and reported before one that is not finite.
@@ -104,7 +101,6 @@ class ComputedGradient:
     later_samples: int = 0
     rest: asyncio.Task[None] | None = None
     on_known: Callable[[], None] | None = None
-    factors: FactorPairs | None = None
     rows: RowGradient | None = None
     sound: int = 0
     exact: bool = False

@@ -104,7 +104,7 @@ class GradientSource(Protocol):
         ...
 
     def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> Result:
-        """Writes a gradient at `parameters` (E,) into its vector, `factors` and `rows`."""
+        """Writes a gradient at `parameters` (E,) into its vector and `rows`."""
         ...
 
 
@@ -220,7 +220,7 @@ class Differentiator:
         """Loss and length of a gradient. Raises NonFiniteError if it cannot be used."""
         into, rows = gradient.vector.tensor, gradient.rows
         held = self._held(gradient.mean)
-        looked = None if held or gradient.factors or rows is not None else Looked(gradient, report)
+        looked = None if held or rows is not None else Looked(gradient, report)
         loss = self._summed(parameters, gradient, _unreported if held else looked or report)
         num_summed = gradient.samples if self._model.reduction == "sum" else 1
         if gradient.mean and num_summed > 1:
@@ -293,9 +293,7 @@ class Differentiator:
         report: Report,
     ) -> float:
         seed = hash_seed(self._seed, self._rank, gradient.step, index)
-        beside: dict[str, Any] = (
-            {"factors": gradient.factors} if gradient.factors else {}
-        )  # only some models accept it
+        beside: dict[str, Any] = {}  # only some models accept rows
         tables = gradient.rows if gradient.rows is not None and gradient.rows.tables else None
         if tables is not None:
             beside["rows"] = RowGradient(tables.tables, into.dtype)
@@ -392,15 +390,8 @@ class Looked:
 
 
 def _parts(gradient: ComputedGradient) -> Iterator[torch.Tensor]:
-    """All numbers of a gradient, with sufficient factors instead of elements for layers that have them."""
-    done, elements = 0, gradient.vector.tensor
-    for factor in (gradient.factors or {}).values():
-        if factor.state != "refused":
-            yield elements[done : factor.layer.start]
-            yield factor.delta
-            yield factor.x
-            done = factor.layer.stop
-    yield elements[done:]
+    """All numbers of a gradient."""
+    yield gradient.vector.tensor
     if gradient.rows is not None:
         yield from gradient.rows.values()
 

@@ -42,7 +42,6 @@ from gradstream.errors import ConfigError, DataError
 from gradstream.memory import Span, Vector
 from gradstream.model.base import Layout, finite
 from gradstream.runtime.base import Runtime, Work
-from gradstream.worker.group.sufficient_factors import outside
 from gradstream.worker.unsent_state import UnsentState
 
 # ---- coded sums --------------------------------------------------------------------------
@@ -312,7 +311,12 @@ class LowRankSums:
     def _parts(self, bucket: Bucket) -> tuple[list[MatrixPlace], list[Bucket]]:
         """The matrices that end in a bucket, and [start, stop) of its other elements."""
         here = [layer for layer in self.layers if layer.start < bucket[1] and bucket[0] < layer.stop]
-        return [one for one in here if one.stop <= bucket[1]], outside(bucket, here)
+        starts, ends = (
+            [bucket[0], *(layer.stop for layer in here)],
+            [*(layer.start for layer in here), bucket[1]],
+        )
+        besides = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+        return [layer for layer in here if layer.stop <= bucket[1]], besides
 
     def _sizes(self, bucket: Bucket) -> tuple[list[int], list[int]]:
         """The number of elements of each part of the first sum, and of the second."""

@@ -19,7 +19,6 @@ import torch
 
 from gradstream.memory import Span, Vector
 from gradstream.model.base import finite, length
-from gradstream.model.factors import FactoredLayer
 from gradstream.optim.base import Sums
 from gradstream.optim.groups import Piece, add_up
 from gradstream.runtime.base import Work
@@ -28,7 +27,6 @@ from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
 from gradstream.wire import v1
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
 from gradstream.worker.group.setup import GroupMeter, GroupSetup
-from gradstream.worker.group.sufficient_factors import outside
 from gradstream.worker.replica import ReplicaContext
 from gradstream.worker.schedule import Schedule
 
@@ -199,10 +197,6 @@ class GroupPeers:
             self._meter.exchanged(thin, begun_ns, whole=span.tensor.nbytes)
             self._round.sums.append((bucket[0], span))
             return
-        layers = await self._factored(gradient, bucket)
-        if layers:
-            await self._allreduce_around(gradient, bucket, weight, layers)
-            return
         span = await self._ready(gradient, bucket)
         if self._setup.coded is not None and not self._round.exact:
             begun_ns, step = self._runtime.now(), self._replica.version + 1
@@ -222,37 +216,6 @@ class GroupPeers:
             await self._measure(span, weight)
             mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
             self._round.sums.append((self._setup.buckets.slice_in(bucket, self._group.rank)[0], mine))
-
-    async def _factored(self, gradient: api.Gradient, bucket: api.Bucket) -> Sequence[FactoredLayer]:
-        """The layers in this bucket that are exchanged as factors."""
-        factors = self._setup.factors
-        if factors is None:
-            return ()
-        if bucket[0] == 0 and not factors.agreed:
-            await gradient.done()
-            await factors.agree(gradient.vector, gradient.samples)
-        return [layer for layer in factors.layers if layer.start < bucket[1] and bucket[0] < layer.stop]
-
-    async def _allreduce_around(
-        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[FactoredLayer]
-    ) -> None:
-        """Sums the bucket without these layers, and the layers that end in it, into the gradient's own vector."""
-        await self._ready(gradient, bucket)
-        vector = gradient.vector
-        for start, stop in outside(bucket, layers):
-            span = vector[start:stop]
-            total = await self._timed(span, self._group.allreduce(span, weight=weight))
-            if total != span:
-                await self._copy(total, span)
-        for layer in layers:
-            if layer.stop <= bucket[1]:
-                begun_ns = self._runtime.now()
-                scale = math.nan if self._spoils(gradient) else weight
-                whole = vector[layer.start : layer.stop].tensor.nbytes
-                assert self._setup.factors is not None
-                sent = await self._setup.factors.exchange(layer, vector, scale)
-                self._meter.exchanged([sent], begun_ns, whole=whole)
-        self._round.sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
 
     async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:
         """The bucket, once it is final.
@@ -303,15 +266,6 @@ class GroupPeers:
         counts, own = self._round.counts, self._round.counts[self._context.rank]
         here = [Contribution(own, self._round.weight, self._round.square)] if own else []
         noise.add(self._replica.version + 1, [count for count in counts if count], here, joined)
-
-    async def _copy(self, source: Span, target: Span) -> None:
-        await self._runtime.compute(
-            lambda _: target.tensor.copy_(source.tensor),
-            work=Work("copy", elems=len(target)),
-            reads=[source],
-            writes=[target],
-            lane="exchange",
-        )
 
     async def _timed(self, span: Span, exchange: Awaitable[Span]) -> Span:
         begun_ns = self._runtime.now()

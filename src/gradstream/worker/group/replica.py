@@ -224,10 +224,6 @@ class GroupReplica(Replica):
         if self.setup.joint is not None:
             batch.num_samples = self.setup.joint.size(batch.ref)
         gradient = self._latest = super()._new_gradient(batch, mean=mean)
-        if self.setup.factors is not None:
-            workers = None if mean else self._context.schedule.round_of(batch.ref)
-            sizes = None if workers is None else [samples for samples, _ in workers]
-            gradient.factors = self.setup.factors.begin(sizes)
         if self._local is not None and self._delay and self.setup.joint is None:
             schedule, number = self._context.schedule, self.step - self._context.first_step
             assert isinstance(schedule, Schedule)

@@ -11,9 +11,7 @@ import torch
 from gradstream.checkpoint.own_state import CHECK
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.collectives.group import Buckets, Group, GroupMembers
-from gradstream.data.plan import JoinedPlan
 from gradstream.memory import Span, Vector
-from gradstream.model.factors import factored_layers_of
 from gradstream.runtime.base import Runtime
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import GROUP, Event
@@ -24,7 +22,6 @@ from gradstream.wire.chunks import member_name
 from gradstream.worker.assembly import Assembly
 from gradstream.worker.group.coded_sums import CodedSums, LowRankSums
 from gradstream.worker.group.joint_gradient import JointGradient
-from gradstream.worker.group.sufficient_factors import SufficientFactors
 from gradstream.worker.parts.joint_gradient import PartJointGradient
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.unsent_state import encoder_of
@@ -43,7 +40,6 @@ class GroupSetup:
         parameters: parameters of this worker; if sharded in shared memory, one vector of all workers.
         spare: second vectors for the parameters and each state, into which updates are written so that a death during
             an update is survived although each worker updates its own slices.
-        factors: exchanges layers as factors; None if no layer may be.
         stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
         joint: computes the parts of this worker and of those for which it stands in; None if there are none.
         coded: sums gradients in encoded messages; None if messages are not encoded.
@@ -57,7 +53,6 @@ class GroupSetup:
     sharded: bool
     parameters: Vector
     spare: Sequence[Vector] = ()
-    factors: SufficientFactors | None = None
     stand_ins: Mapping[int, int] = field(default_factory=dict)
     joint: JointGradient | None = None
     noise: NoiseMeter | None = None
@@ -162,7 +157,7 @@ class GroupAssembly:
             alone = (
                 alone and not (grouped is not None and grouped.whole_matrices) and config.plan.codec is None
             )
-            sharded = group.shares_memory and alone and not self._strategy.factors
+            sharded = group.shares_memory and alone
         bucket_elems = self._strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
         buckets = Buckets(layout.elems, bucket_elems, group.size)
         spare: Sequence[Vector] = ()
@@ -183,9 +178,6 @@ class GroupAssembly:
             sharded=sharded,
             parameters=parameters,
             spare=spare,
-            factors=None
-            if sharded or stand_ins or config.plan.job.noise_scale or config.plan.codec is not None
-            else self._sufficient_factors(group),
             stand_ins=stand_ins,
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
             noise=self._noise(group) if config.plan.job.noise_scale else None,
@@ -246,31 +238,3 @@ class GroupAssembly:
                 self._context.runtime, sources, self._assembly.source, model.reduction, part
             )
         return JointGradient(sources, self._assembly.source, model.reduction, part)
-
-    def _sufficient_factors(self, group: Group) -> SufficientFactors | None:
-        """The layers that may be exchanged as factors; None if there are none."""
-        config, context = self._config, self._context
-        layers = factored_layers_of(config.model)
-        alone = config.loop is None and config.plan.parts == 1
-        several = isinstance(config.batch_plan, JoinedPlan) or not alone or bool(config.clip)
-        guessed = self._strategy.factors is None and context.runtime.memory.shape_only
-        if several or not layers or config.plan.workers == 1 or guessed:  # only a backward pass knows
-            return None
-        hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == config.role}
-        near = group.shares_memory or len(hosts) == 1
-        num_workers = config.plan.workers
-        return SufficientFactors(
-            context.runtime,
-            group,
-            layers,
-            lambda layer, rows: self._strategy.as_factors(layer, rows, num_workers, near),
-            config.model.layout.dtype,
-            lambda event: context.member.emit(event) if config.rank == 0 else None,
-        )
-
-
-def _host_of(address: str) -> str:
-    """The host of an address host:port; any other address unchanged."""
-    first = address.split(" ")[0]
-    host, _, port = first.rpartition(":")
-    return host if port.isdigit() else first
