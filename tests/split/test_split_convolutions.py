@@ -1,9 +1,8 @@
-"""Convolutions divided over parts by space, with their halo, or by channels."""
+"""Convolutions divided over parts by channels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 
 from gradstream.errors import ConfigError
 from gradstream.model import Batch, TorchModel, from_torch
-from gradstream.split import space
 from gradstream.split.cut import plan_split
 from split_stages import Stages, batch_of, whole_gradient, whole_parameters
 
@@ -39,11 +37,11 @@ def job(dtype: torch.dtype = torch.float64) -> tuple[TorchModel, Batch]:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
-@pytest.mark.parametrize("by", ["space", "input channels", "output channels"])
+@pytest.mark.parametrize("by", ["input channels", "output channels"])
 def test_divided_convolutions_have_the_whole_models_gradient(by: str, parts: int) -> None:
     model, batch = job()
-    name = {"space": "0", "input channels": "0.2", "output channels": "0.0"}[by]
-    stages = Stages.of(model, batch, parts, map={name: range(parts), "1": 0})
+    name = {"input channels": "0.2", "output channels": "0.0"}[by]
+    stages = Stages.of(model, batch, parts, map={"": 0, name: range(parts)})
     assert {stage.part for stage in stages.plan.stages} == set(range(parts))
     vectors, whole = stages.init(), whole_parameters(model)
     assert torch.equal(stages.joined(vectors), whole)
@@ -53,50 +51,6 @@ def test_divided_convolutions_have_the_whole_models_gradient(by: str, parts: int
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
     outputs = stages.evaluate(vectors, batch)["outputs"]
     torch.testing.assert_close(outputs, model.outputs(whole, batch.inputs), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("parts", [2, 3, 4])
-def test_on_integers_the_gradient_has_the_same_bits(parts: int) -> None:
-    def build() -> nn.Module:
-        layers = nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, stride=2), nn.MaxPool2d(2)
-        return nn.Sequential(nn.Sequential(*layers), nn.Flatten()).double()
-
-    rng = np.random.default_rng(0)
-    model = from_torch(build, lambda outputs, _: outputs.square().sum(), reduction="sum")
-    batch = batch_of(rng.integers(-2, 3, (2, 2, 24, 8)).astype(np.float64), np.zeros(2))
-    whole = torch.from_numpy(rng.integers(-2, 3, model.layout.elems).astype(np.float64))
-    stages = Stages.of(model, batch, parts, map={"0": range(parts), "1": 0})
-    value, gradient = stages.gradient(stages.divide(whole), batch)
-    expected_value, expected = whole_gradient(model, batch, whole)
-    assert value == expected_value and torch.equal(gradient, expected)
-
-
-def test_between_neighbours_only_the_halo_travels() -> None:
-    model, batch = job()
-    plan = plan_split(model, batch, 2, map={"0": range(2), "1": 0})
-    rows = [
-        (value.shape[-2], plan.stages[value.source].part, part)
-        for value, part in plan.crossings()
-        if len(value.shape) == 3
-    ]
-    # The input's half of part 1 with one row of halo; 3 and 1 rows for the convolution with 5 x 5 and the pool;
-    # 2 rows to both sides for the dilated one; and its result back.
-    assert rows == [(14, 0, 1), (3, 0, 1), (1, 0, 1), (2, 1, 0), (2, 0, 1), (4, 1, 0)]
-
-
-def test_a_halo_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = space._Window.rows
-
-    def rows(self: Any, start: int, stop: int) -> tuple[int, int]:
-        low, high = real(self, start, stop)
-        shifted = low >= 0 and getattr(self, "_kernel", None) == (3, 3)
-        return low + shifted, high + shifted
-
-    monkeypatch.setattr(space._Window, "rows", rows)
-    model, batch = job()
-    stages = Stages.of(model, batch, 2, map={"0": range(2), "1": 0})
-    _, gradient = stages.gradient(stages.init(), batch)
-    assert (gradient - whole_gradient(model, batch, whole_parameters(model))[1]).abs().max() > 1e-6
 
 
 def test_a_convolution_with_most_weights_is_divided_by_itself() -> None:
@@ -115,17 +69,17 @@ def test_a_convolution_with_most_weights_is_divided_by_itself() -> None:
     "layer",
     [
         lambda: nn.BatchNorm2d(4),
-        lambda: nn.Conv2d(4, 4, 3, padding="same"),
-        lambda: nn.MaxPool2d(2, ceil_mode=True),
+        lambda: nn.Conv2d(4, 4, 3, groups=2),
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()),
     ],
 )
-def test_what_cannot_be_divided_by_space_is_refused(layer: Callable[[], nn.Module]) -> None:
+def test_what_cannot_be_divided_is_refused(layer: Callable[[], nn.Module]) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), layer()), nn.Flatten())
 
     model = from_torch(build, lambda outputs, _: outputs.sum())
-    with pytest.raises(ConfigError, match="cannot be split by rows of the image"):
-        plan_split(model, batch_of(np.zeros((2, 3, 9, 9)), np.zeros(2)), 2, map={"0": (0, 1)})
+    with pytest.raises(ConfigError, match=r"map\['0.1'\] names 2 parts, and this cannot be divided"):
+        plan_split(model, batch_of(np.zeros((2, 3, 9, 9)), np.zeros(2)), 2, map={"": 0, "0.1": (0, 1)})
 
 
 def test_seconds_are_balanced_and_others_take_the_map() -> None:

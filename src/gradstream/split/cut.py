@@ -20,7 +20,6 @@ from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Form, Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 from gradstream.split.refusals import storage, where
-from gradstream.split.space import divide_space
 from gradstream.split.trace import run_node
 
 # ---- seconds -----------------------------------------------------------------------------
@@ -213,7 +212,7 @@ def plan_split(
         parts: number of parts, K >= 1.
         map: the part of each module, by its qualified name; a name counts for all that is inside, unless a
             longer name says otherwise. What it does not name is with the operation before. Several parts
-            divide the module: a layer by columns or rows, a chain of convolutions by space.
+            divide the module, which must be one layer, by columns or rows.
         by: what to balance if there is no map: the bytes of the parameters, or the seconds that each
             operation takes for the example in this process. Others then take the map from `TorchPlan.places`.
         divides: whether wide layers may be divided to balance bytes.
@@ -281,7 +280,7 @@ def _by_map(
 
 
 def _divided(graph: Graph, name: str, places: Sequence[int], parts: int) -> Graph:
-    """The graph with a module divided: one layer by columns or rows, several by space."""
+    """The graph with a layer divided by columns or rows."""
     chain = [node for node in graph.nodes if f"{_path(node)}.".startswith(f"{name}." if name else "")]
     if len(chain) == 1 and divisible(graph, chain[0]):
         return divide(graph, chain[0], [(part in places) / len(places) for part in range(parts)])
@@ -290,7 +289,11 @@ def _divided(graph: Graph, name: str, places: Sequence[int], parts: int) -> Grap
             f"plan_split: map[{name!r}] names {len(places)} parts, but the forward pass computes nothing in this "
             "module: leave it out of map"
         )
-    return divide_space(graph, chain, places)
+    raise ConfigError(
+        f"plan_split: {where(chain[0])}: map[{name!r}] names {len(places)} parts, and this cannot be divided; "
+        "expected one linear layer or convolution, without groups and hooks, padded by zeros, whose weight no other "
+        "layer uses"
+    )
 
 
 def _path(node: fx.Node) -> str:
@@ -336,18 +339,12 @@ def _weights(graph: Graph) -> dict[fx.Node, int]:
 def plan_placed(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
     """The plan with these operations on these parts."""
     groups: list[list[fx.Node]] = []
-    made: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        stage = node.meta.get("stage")
-        if stage in made:  # operations on one piece, though those on others are in between
-            made[stage].append(node)
-            continue
         last = groups[-1][-1] if groups else None
-        if stage is not None or last is None or "stage" in last.meta or placed[node] != placed[last]:
+        pieces_apart = any(part_of_piece(one) is not None for one in (node, last) if one)
+        if last is None or pieces_apart or placed[node] != placed[last]:
             groups.append([])
         groups[-1].append(node)
-        if stage is not None:
-            made[stage] = groups[-1]
     _refuse_shared(graph, groups)
     stage_of = {node: number for number, nodes in enumerate(groups) for node in nodes}
     forms = dict(graph.data)

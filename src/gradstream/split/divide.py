@@ -73,7 +73,7 @@ def divide(graph: Graph, node: fx.Node, shares: Sequence[float]) -> Graph:
     for (part, start, stop), given in zip(bounds, slices, strict=True):
         bias = make.tensor(graph, "bias", 0, start, stop) if has_bias and axis == 0 else None
         weight = make.tensor(graph, "weight", axis, start, stop)
-        results.append(make(_KINDS[type(module)], given, weight, bias, *more, part=part, stage=object()))
+        results.append(make(_KINDS[type(module)], given, weight, bias, *more, part=part))
     if axis == 0:
         joined = make(torch.cat, results, -1 - rank)
     else:
@@ -117,40 +117,30 @@ class Maker:
         """An operation, and its results.
 
         Args:
-            target: a function, or an operation that calls a module, as this one does.
+            target: a function.
             args: its arguments; nodes of the graph among them.
-            meta: more about it: "part", and "stage", an object that the operations of one stage have in common.
+            meta: more about it: "part", where it is done on a piece of the layer.
         """
         values = []
         for index in range(len(SAMPLES)):
             given = fx.map_arg(args, lambda used: used.meta["values"][index])  # noqa: B023
-            values.append(given[0] if isinstance(target, fx.Node) else target(*given))
-        if isinstance(target, fx.Node):
-            copied = {"random": target.meta["random"], **meta}
-            return self._put("call_module", target.target, args, tuple(values), copied)
+            values.append(target(*given))
         return self._put("call_function", target, args, tuple(values), meta)
 
     def tensor(
-        self,
-        graph: Graph,
-        key: str,
-        axis: int | None = None,
-        start: int = 0,
-        stop: int = 0,
-        target: Any = None,
+        self, graph: Graph, key: str, axis: int | None = None, start: int = 0, stop: int = 0
     ) -> fx.Node:
-        """A parameter of the layer (or of the module `target`), or a piece of it."""
-        path = str(self._node.target if target is None else target)
+        """A parameter of the layer, or a piece of it."""
+        path = str(self._node.target)
         name = f"{path}.{key}" if path else key
         whole: Any = getattr(graph.blueprint.module.get_submodule(path), key)
         piece = Piece(graph.first[name], axis, start, stop)
         return self._put("get_attr", name, (), (piece.of(whole.detach()),) * len(SAMPLES), {"piece": piece})
 
-    def replaced(self, graph: Graph, result: fx.Node, chain: Sequence[fx.Node] = ()) -> Graph:
-        """The graph with `result` in place of the operation, or of a chain of which it is the last."""
+    def replaced(self, graph: Graph, result: fx.Node) -> Graph:
+        """The graph with `result` in place of the operation."""
         self._node.replace_all_uses_with(result)
-        for node in reversed(chain or [self._node]):
-            node.graph.erase_node(node)
+        self._node.graph.erase_node(self._node)
         return replace(graph, nodes=ordered(result.graph))
 
     def _put(self, op: str, target: Any, args: Any, values: Any, meta: dict[str, Any]) -> fx.Node:
