@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
 from gradstream.errors import ConfigError
+from gradstream.run.node_spec import NodeSpec
 from gradstream.testing.sessions import loop_in_threads
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -206,6 +208,31 @@ def test_numpy_arrays_by_exchange() -> None:
     both = loop_in_threads(loop)
     np.testing.assert_array_equal(both[0], both[1])
     np.testing.assert_allclose(both[0], loop(gs.Session(), 16), rtol=1e-9)
+
+
+def test_a_step_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps once read the run's specification anew, twice each: 4 ms, more than the rest of a small step."""
+    reads, read = [0], NodeSpec.read
+
+    def counted(path: Path) -> NodeSpec:
+        reads[0] += 1
+        return read(path)
+
+    def loop(session: gs.Session) -> list[int]:
+        model = nn.Linear(5, 1, dtype=INPUTS.dtype)
+        model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        counts = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(INPUTS[:8]).square().mean().backward()
+            optimizer.step()
+            counts.append(reads[0])
+        return counts
+
+    monkeypatch.setattr(NodeSpec, "read", counted)
+    counts = loop_in_threads(loop, workers=1)[0]
+    assert counts[0] > 0
+    assert counts[0] == counts[-1]
 
 
 # ---- failures ---------------------------------------------------------------------------

@@ -178,6 +178,7 @@ class WorkerSession(Session):
     def __init__(self, place: WorkerPlacement, seed: int, host: Host | None = None) -> None:
         self.rank = place.rank
         self._place = place
+        self._job = place.job()
         self._seed = seed
         self._log = SessionLog(place.rank, self._steps_made)
         self._connection = RunConnection(place, self._log, self._registered, host)
@@ -248,7 +249,7 @@ class WorkerSession(Session):
     @override
     def skip(self) -> bool:
         self._places.skips = True
-        if self._places.skips_wrong and not self._place.job().allow_lost:
+        if self._places.skips_wrong and not self._job.allow_lost:
             raise ConfigError(
                 "session.skip: workers were lost, or have come, before the run was stopped, so nobody knows which "
                 "iterations of this worker are done. Leave session.skip() out: loaders of session.shard find their "
@@ -352,7 +353,7 @@ class WorkerSession(Session):
         hook = BeforeForward(self._forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
-        binding.states.watch(check=self._place.job().checkpoint_every is not None)
+        binding.states.watch(check=self._job.checkpoint_every is not None)
         self._step_hooks = [register_optimizer_step_pre_hook(reducer.before_other_step)]
         for torch_optimizer in optimizers:
             torch_optimizer.register_step_pre_hook(reducer.before_step)
@@ -401,7 +402,7 @@ class WorkerSession(Session):
     def _keep_states(self, optimizers: Sequence[TorchOptimizer]) -> None:
         """Has checkpoints keep the states of optimizers that make their steps on this worker alone."""
         states = self._registered.optimizers = OptimizerStates(optimizers, {})
-        states.watch(check=self._place.job().checkpoint_every is not None)
+        states.watch(check=self._job.checkpoint_every is not None)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._without_gradients)
 
@@ -456,7 +457,7 @@ class WorkerSession(Session):
                 f"session.split under {type(self._strategy).__name__}, which exchanges parameters: replicas of a split "
                 'model can only average gradients; expected gradstream.join("allreduce") or "synchronous"'
             )
-        split = LoopSplit(self.rank, build, example, into, self.world_size, self._place.job(), pipeline_dtype)
+        split = LoopSplit(self.rank, build, example, into, self.world_size, self._job, pipeline_dtype)
         bridge = self._begin(split.binding, split.RULE)
         module = self._split = split.join(bridge, self._seed, self._handed_over)
         module.register_forward_pre_hook(BeforeForward(self._forward), with_kwargs=True)
@@ -585,7 +586,7 @@ class WorkerSession(Session):
                 "nobody knows how many epochs are left: take `for epoch in session.epochs(n)`, or register a dict with "
                 "the epoch from which your loop begins"
             )
-        changed = self._places.check_options(may_differ=self._place.job().allow_changed)
+        changed = self._places.check_options(may_differ=self._job.allow_changed)
         if changed:
             say(f"from here on: {changed}")
         self._registered.uses()
@@ -753,7 +754,7 @@ class WorkerSession(Session):
 
     def _check_momentum(self, momenta: Iterable[float]) -> None:
         """Raises ConfigError if the script's optimizer has a momentum besides that of the codec."""
-        codec = self._place.job().codec
+        codec = self._job.codec
         if codec is not None and any(momenta):
             named = traits_of_codec(find_codec(codec), f"codec={codec!r}")
             refuse({**named, "momentum": "an optimizer with momentum"}, "session.wrap: ")
@@ -785,7 +786,7 @@ class WorkerSession(Session):
             self._samples.ahead = False
         point = self._resume_point
         point.again = not self._averages_gradients and self._registered.again and point.steps > 0
-        self._registered.begin(keeps=self._place.job().checkpoint_every is not None)
+        self._registered.begin(keeps=self._job.checkpoint_every is not None)
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
             bridge.find_mark, bridge.falls_out = lambda: self._takeover.mark, self._takeover.fall_out
@@ -847,5 +848,4 @@ class WorkerSession(Session):
 
     @cached_property
     def _strategy(self) -> Strategy:
-        job = self._place.job()
-        return find_strategy(job.strategy, job.strategy_options)
+        return find_strategy(self._job.strategy, self._job.strategy_options)
