@@ -31,7 +31,7 @@ from gradstream.errors import (
 from gradstream.run.launcher_lock import FILE, LauncherRecord, launcher_lock
 from gradstream.run.local.environment import StopSignals
 from gradstream.run.local.forkserver import log_stream
-from gradstream.run.local.link import CONTROL, ForkserverLink, python_environment, there
+from gradstream.run.local.link import CONTROL, python_environment, there
 from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import escaped
 
@@ -176,7 +176,7 @@ def _nodes(run_dir: Path, begin: bool) -> tuple[RunPlan, LocalCluster | None, Cr
     from gradstream.job.code import run_kept
     from gradstream.run.local import LocalCluster
     from gradstream.run.local.environment import node_environment
-    from gradstream.run.local.link import ForkserverLink
+    from gradstream.run.local.link import ForkserverLink, modules_of
     from gradstream.run.result import spec_of_run
     from gradstream.transport.proof import Credentials, new_secret
 
@@ -194,7 +194,7 @@ def _nodes(run_dir: Path, begin: bool) -> tuple[RunPlan, LocalCluster | None, Cr
         environment["PYTHONHASHSEED"] = spec.hash_seed
         log = logs / "forkserver.log"
         link: ForkserverLink | None = ForkserverLink.started(
-            log, environment, shards=shards, split=plan.parts > 1, cwd=cwd, control=control
+            log, environment, shards=shards, modules=modules_of(plan.job), cwd=cwd, control=control
         )
     else:
         link = ForkserverLink.entered(control)

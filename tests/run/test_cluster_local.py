@@ -16,6 +16,8 @@ import pytest
 from gradstream.machine.description import describe_machine
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
+from gradstream.run.local.link import modules_of
+from gradstream.session.node import job as session_job
 
 pytestmark = pytest.mark.cold  # of the forkserver itself, and of what it has loaded
 
@@ -29,6 +31,9 @@ def quick(argv):
     say(argv=argv, threads=threading.active_count(), omp=os.environ["OMP_NUM_THREADS"])
     print("printed", *argv)
     return 7
+
+def loaded(argv):
+    say(loaded="colorsys" in sys.modules)
 
 def stuck(argv):
     say(pid=os.getpid(), threads=len(os.listdir(f"/proc/{os.getppid()}/task")))
@@ -65,6 +70,18 @@ def wait_until_dead(pids: list[int]) -> None:
         ended, _, _ = select.select([descriptor], [], [], WAIT_S)
         os.close(descriptor)
         assert ended, f"process {pid} outlives the run"
+
+
+def test_the_forkserver_imports_what_a_script_would_import_with_its_first_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch imports 821 modules then, in 2 to 4 s: for a new process, ten times what all else takes until it trains."""
+    assert "torch._dynamo" in modules_of(session_job())
+    (tmp_path / "dummy_nodes.py").write_text(DUMMY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LocalCluster(tmp_path / "logs", node_environment(1), modules=["colorsys"]) as cluster:
+        cluster.start("n", [], main="dummy_nodes:loaded")
+        assert hear(cluster, "loaded")["loaded"]
 
 
 def test_nodes_report_log_and_exit(cluster: LocalCluster) -> None:

@@ -19,6 +19,7 @@ from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import Cluster, LocalCluster, ThreadCluster
 from gradstream.run.local.environment import StopSignals, hash_seed, hold_port, node_environment
+from gradstream.run.local.link import modules_of
 from gradstream.run.node import run_node
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.records import write_records, write_spec
@@ -154,8 +155,8 @@ class Preparation:
             if options.as_threads:
                 return ThreadCluster(logs, partial(run_node, self._plan))
             plan = self._plan
-            shards, split = plan.most_servers > 0, plan.parts > 1
-            return LocalCluster(logs, self._environment, shards=shards, split=split, cwd=plan.job.cwd)
+            shards, modules, cwd = plan.most_servers > 0, modules_of(plan.job), plan.job.cwd
+            return LocalCluster(logs, self._environment, shards=shards, modules=modules, cwd=cwd)
 
     def _check_machine(self) -> None:
         """Raises ConfigError if this machine cannot have so many processes or open files, whatever the model."""

@@ -92,7 +92,7 @@ class LocalCluster(Cluster):
         logs: folder for the output of nodes; made when missing.
         environment: environment variables of the nodes (see `node_environment`).
         shards: whether nodes exchange through servers, whose code is then imported before forking.
-        split: the same for split models.
+        modules: what else is imported before forking; see `modules_of`.
         cwd: working directory of the nodes; None, or a missing directory, means that of this process.
         link: to an existing forkserver; None starts a forkserver, whose nodes end with this process.
     """
@@ -103,13 +103,13 @@ class LocalCluster(Cluster):
         environment: Mapping[str, str],
         *,
         shards: bool = False,
-        split: bool = False,
+        modules: Sequence[str] = (),
         cwd: str | None = None,
         link: ForkserverLink | None = None,
     ) -> None:
         super().__init__(logs)
         self.link = link or ForkserverLink.started(
-            logs / "forkserver.log", environment, shards=shards, split=split, cwd=cwd
+            logs / "forkserver.log", environment, shards=shards, modules=modules, cwd=cwd
         )
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()

@@ -10,12 +10,13 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from gradstream.errors import ConfigError, DeadlineError, InternalError
+from gradstream.job.job import Job, is_script
 from gradstream.run.remote.address import TOKEN
 
 # ---- control pipe ------------------------------------------------------------------------
@@ -96,10 +97,17 @@ OF_SERVERS = "gradstream.run.shard", "gradstream.worker.server.exchange"
 """Modules of the nodes of a run with servers."""
 
 OF_PARTS = "gradstream.worker.parts", "gradstream.split.cut", "torch._dynamo"
-"""Modules of the nodes of a run with split models. To work out shapes, torch imports the last of them, in 2 s."""
+OF_LOOPS = "gradstream.session", "gradstream.session.node", "torch.utils.data", "torch._dynamo"
+"""Modules of the nodes of split models, and of scripts. torch imports the last of them, in 2 to 4 s, to work out
+shapes, and with the first optimizer that a process makes."""
 
 ANSWER_S = 30.0
 """Seconds that a forkserver may take to answer. It has one thread, which forks nodes and passes on messages."""
+
+
+def modules_of(job: Job) -> tuple[str, ...]:
+    """What the workers of a job need besides what all nodes need, and would each import by themselves."""
+    return (OF_PARTS if job.split > 1 else ()) + (OF_LOOPS if is_script(job) else ())
 
 
 def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -142,7 +150,7 @@ class ForkserverLink:
         environment: Mapping[str, str],
         *,
         shards: bool,
-        split: bool = False,
+        modules: Sequence[str] = (),
         cwd: str | None = None,
         control: Path | None = None,
     ) -> ForkserverLink:
@@ -151,14 +159,14 @@ class ForkserverLink:
         Args:
             log: file for its output.
             environment: environment variables of the nodes.
-            shards, split: whether it imports the code of servers, and of split models, before it forks nodes.
+            shards: whether it imports the code of servers before it forks nodes.
+            modules: what else it imports before; see `modules_of`.
             cwd: working directory of the nodes; None, or a missing directory, means that of this process.
             control: where another launcher may connect later; None if the nodes end with this one.
 
         Raises:
             ConfigError: the file system has no named pipes for a control pipe.
         """
-        modules = (OF_SERVERS if shards else ()) + (OF_PARTS if split else ())
         ends: tuple[int, int] | None = None
         if control is not None:
             make_pipe(control)
@@ -171,6 +179,7 @@ class ForkserverLink:
                     [
                         *(sys.executable, "-P", "-m", "gradstream.run.local.forkserver", str(their_end)),
                         *(() if control is None else ("--control", str(control))),
+                        *(OF_SERVERS if shards else ()),
                         *modules,
                     ],
                     stdin=subprocess.PIPE if ends is None else ends[0],

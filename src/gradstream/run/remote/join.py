@@ -25,6 +25,7 @@ from gradstream.job.job import Job, is_script
 from gradstream.run.failures import how_ended
 from gradstream.run.local import NODE, SCRIPT, LocalCluster
 from gradstream.run.local.environment import node_environment, stop_signal
+from gradstream.run.local.link import modules_of
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.reach import reach
@@ -177,7 +178,8 @@ class _Machine:
         shards = any(name.startswith("shard") for name in names)
         environment = node_environment(num_workers, shards=shards)
         environment["PYTHONHASHSEED"] = spec["hash_seed"]
-        with LocalCluster(run_dir / "logs", environment, shards=shards) as cluster:
+        modules = modules_of(self._job)
+        with LocalCluster(run_dir / "logs", environment, shards=shards, modules=modules) as cluster:
             order = await self._entrance.order()
             if order.HasField("go"):
                 self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
