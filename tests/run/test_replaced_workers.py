@@ -22,6 +22,7 @@ from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
 from gradstream.run.failures import EndedNodes
 from gradstream.run.restarts import (
+    CALM_S,
     FIRST_WAIT_S,
     MOST_WAIT_S,
     RESCUE_S,
@@ -291,8 +292,9 @@ def test_restarts_are_at_once_and_then_wait_longer() -> None:
         waits.append(min(waited, MOST_WAIT_S))
         now_s += waits[-1] + 1.0
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    restarts.ended("worker-1", now_s + 100.0)  # it has worked for long since
-    assert restarts.take_due(now_s + 100.0) == ["worker-1"]
+    now_s += CALM_S  # it has worked for long since
+    restarts.ended("worker-1", now_s)
+    assert restarts.take_due(now_s) == ["worker-1"]
 
 
 def test_restarts_have_a_limit() -> None:
