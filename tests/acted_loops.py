@@ -11,9 +11,6 @@ from torch import nn
 import gradstream as gs
 
 DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
-IN_ROUNDS = ["synchronous", "allreduce"]
-"""Strategies under which workers make the steps of one process."""
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 

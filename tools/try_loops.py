@@ -37,7 +37,7 @@ from gradstream.testing.sessions import loop_in_threads
 DEADLINES = Deadlines(join_s=60, silence_s=20, lease_s=5, retry_s=10)
 TOLERANCES = {"float64": (1e-8, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.1, 0.05)}
 REMEDIES = ("use ", "lower ", "call ", "take ", "make ", "look for ", "leave ", "resume ")
-WAYS = (("allreduce", 2), ("synchronous", 2), ("allreduce", 3), ("synchronous", 3))
+WAYS = (("allreduce", 2), ("allreduce", 3))
 
 Outcomes = list[tuple[Loop, str, str]]
 """Loops; what came of each: equal, refused, refused by torch, or differs; and what is wrong with it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gradstream.errors import GradstreamError, Interrupted
 from gradstream.job.callbacks import Callbacks
-from gradstream.job.job import Job, build_model
+from gradstream.job.job import AMONG, Job, build_model
 from gradstream.job.plan import RunPlan
 from gradstream.run.launcher import Launcher
 from gradstream.run.planning import metrics_of
@@ -23,7 +23,7 @@ def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
     callbacks = callbacks_of(job, run_dir)
     options = dataclasses.replace(options, on_event=callbacks.beside(options.on_event))
     if plan.policy is not None and not options.is_trial:
-        say(f"{run_dir}: {plan.policy}")
+        say(f"{run_dir}: {f'{AMONG}; ' if plan.averages_gradients else ''}{plan.policy}")
     try:
         Launcher(plan, run_dir, options).run()
     except (GradstreamError, Interrupted):

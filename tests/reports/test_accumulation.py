@@ -12,7 +12,6 @@ from torch import nn
 import gradstream as gs
 from acted_loops import (
     DEADLINES,
-    IN_ROUNDS,
     Batch,
     alone,
     backward,
@@ -49,8 +48,7 @@ def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
 
 
-@pytest.mark.parametrize("strategy", IN_ROUNDS)
-def test_a_mean_over_tokens_is_over_those_of_all_workers(strategy: str) -> None:
+def test_a_mean_over_tokens_is_over_those_of_all_workers() -> None:
     """verl-project/verl#5625: each process divided by its own tokens, so those of short minibatches weighed more."""
     made = windows([[[9], [2]], [[1], [7]], [[4], [4]]])
 
@@ -65,7 +63,7 @@ def test_a_mean_over_tokens_is_over_those_of_all_workers(strategy: str) -> None:
         session.close()
         return flat(own)
 
-    found = loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
+    found = loop_in_threads(loop, deadlines=DEADLINES)
     close(found, alone(joined(*window[0], *window[1]) for window in made))
 
 
@@ -151,8 +149,7 @@ class Two(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("strategy", IN_ROUNDS)
-def test_what_no_worker_went_through_is_not_decayed(strategy: str) -> None:
+def test_what_no_worker_went_through_is_not_decayed() -> None:
     """pytorch/pytorch#28294: a zero in place of no gradient let weight decay and momentum move what was not used."""
     data = samples(24)
     taken = [(1, 0), (0, 0), (0, 1), (0, 0)]  # heads of both workers, step by step
@@ -173,7 +170,7 @@ def test_what_no_worker_went_through_is_not_decayed(strategy: str) -> None:
         session.close()
         return flat(own)
 
-    found = loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
+    found = loop_in_threads(loop, deadlines=DEADLINES)
     whole = Two()
     steps(whole, sgd(whole, weight_decay=0.1), [0, 1])
     close(found, flat(whole))

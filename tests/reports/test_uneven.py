@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gradstream as gs
 from acted_loops import (
     DEADLINES,
-    IN_ROUNDS,
     Batch,
     alone,
     close,
@@ -28,8 +26,7 @@ from acted_loops import (
 from gradstream.testing.sessions import loop_in_threads
 
 
-@pytest.mark.parametrize("strategy", IN_ROUNDS)
-def test_who_has_more_minibatches_goes_on_with_its_own(strategy: str) -> None:
+def test_who_has_more_minibatches_goes_on_with_its_own() -> None:
     """pytorch/pytorch#38174: the process with more minibatches waited for ever for those that were through."""
     data = samples(20)
     own = [[(0, 4), (8, 12), (12, 16), (16, 20)], [(4, 8)]]  # of each worker
@@ -41,7 +38,7 @@ def test_who_has_more_minibatches_goes_on_with_its_own(strategy: str) -> None:
         session.close()
         return flat(made)
 
-    found = loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
+    found = loop_in_threads(loop, deadlines=DEADLINES)
     close(found, alone(part(data, start, stop) for start, stop in [(0, 8), (8, 12), (12, 16), (16, 20)]))
 
 

@@ -185,19 +185,17 @@ def test_downpour_with_one_loop_is_plain_sgd() -> None:
     np.testing.assert_array_equal(run.parameters["w"], w.numpy())
 
 
-def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one() -> None:
+def test_what_a_loop_that_dies_had_left_is_told_and_may_be_allowed() -> None:
     model, _ = least_squares(64, 5, reduction="mean")
-    sizes = [[1] * 20, [1] * 20]
     config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
-    for strategy in ("synchronous", "downpour"):
-        job = Job(model, Own(sizes), strategy=strategy, optimizer=gs.optim.SGD(lr=RATE), deadlines=QUICK)  # type: ignore[arg-type]
-        with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
-            gs.simulate(job, config=config, script=kill_at("worker-1", 0.4))
-        if strategy == "downpour":  # nobody knows what it had left; unless that is meant, the run says so
-            job = dataclasses.replace(job, allow_lost=True)
-            run = gs.simulate(job, config=config, script=kill_at("worker-1", 0.4))
-            assert run.summary["workers_lost"] == ["worker-1"]
-            assert run.summary["samples_accounted"] == 20
+    own = Own([[1] * 20, [1] * 20])
+    job = Job(model, own, strategy="downpour", optimizer=gs.optim.SGD(lr=RATE), deadlines=QUICK)  # type: ignore[arg-type]
+    with pytest.raises(gs.errors.PeerLostError, match="worker-1"):  # nobody knows what it had left
+        gs.simulate(job, config=config, script=kill_at("worker-1", 0.4))
+    job = dataclasses.replace(job, allow_lost=True)
+    run = gs.simulate(job, config=config, script=kill_at("worker-1", 0.4))
+    assert run.summary["workers_lost"] == ["worker-1"]
+    assert run.summary["samples_accounted"] == 20
 
 
 @pytest.mark.parametrize("seconds", [0.03, 0.11, 0.16, 0.24, 0.31, 0.37, 0.48, 0.52, 0.66, 0.71, 0.83, 0.97])
@@ -205,7 +203,7 @@ def test_a_round_that_a_death_has_broken_is_made_again_once_by_the_others(second
     """The parameters are those of rounds with three workers up to some round, and of two from it on."""
     model, _ = least_squares(64, 5, reduction="mean")
     own, config = Own([[1] * 20] * 3), gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
-    job = Job(model, own, strategy="allreduce", optimizer=gs.optim.SGD(lr=RATE), workers=3, deadlines=QUICK)  # type: ignore[arg-type]
+    job = Job(model, own, strategy="synchronous", optimizer=gs.optim.SGD(lr=RATE), workers=3, deadlines=QUICK)  # type: ignore[arg-type]
     run = gs.simulate(job, config=config, script=kill_at("worker-1", seconds))
     assert run.summary["workers_lost"] == ["worker-1"]
     for rank in (0, 2):

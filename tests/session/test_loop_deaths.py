@@ -328,7 +328,7 @@ def train(
     ("strategy", "at", "where"),
     [
         ("allreduce", 3, "backward"),
-        ("allreduce", 6, "step"),
+        ("synchronous", 6, "step"),
         ("local-sgd", 4, "step"),
         ("local-sgd", 6, "backward"),
     ],

@@ -17,7 +17,6 @@ from gradstream.session import agreement
 from gradstream.testing.sessions import loop_in_threads
 
 DEADLINES = Deadlines(silence_s=10.0)
-STRATEGIES = ("synchronous", "allreduce")
 Made = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Made] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -65,20 +64,13 @@ def rounds_differently(session: gs.Session, model: nn.Sequential) -> None:
                     one.copy_(torch.where(odd, torch.nextafter(one, one + 1), one))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_machines_that_round_differently_train_on(
-    optimizer: str, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_round_differently_train_on(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "EVERY", 15)
     made = OPTIMIZERS[optimizer]
-    first, second = loop_in_threads(
-        loop_of(made, 50, rounds_differently), strategy=strategy, deadlines=DEADLINES
-    )
+    first, second = loop_in_threads(loop_of(made, 50, rounds_differently), deadlines=DEADLINES)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    alike, _ = loop_in_threads(
-        loop_of(made, 50, lambda session, model: None), strategy=strategy, deadlines=DEADLINES
-    )
+    alike, _ = loop_in_threads(loop_of(made, 50, lambda session, model: None), deadlines=DEADLINES)
     assert max(float((one - other).abs().max()) for one, other in zip(first, alike, strict=True)) < 1e-4
 
 
@@ -156,10 +148,9 @@ def test_a_parameter_near_zero_is_measured_by_the_others() -> None:
     loop_in_threads(loop_of(OPTIMIZERS["sgd"], 12, swings), deadlines=DEADLINES)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_loop_that_ends_early_stops_nobody_where_machines_round_differently(
-    early: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+    early: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "EVERY", 5)
     steps = Counter[int]()
@@ -171,7 +162,7 @@ def test_a_loop_that_ends_early_stops_nobody_where_machines_round_differently(
 
         return loop_of(OPTIMIZERS["sgd"], 12 if session.rank == early else 20, counted)(session)
 
-    first, second = loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
+    first, second = loop_in_threads(loop, deadlines=DEADLINES)
     assert steps == {early: 12, 1 - early: 20}
     names = 4  # weights and biases, before the optimizers' state; after `close` those of the last step are everywhere
     assert all(torch.equal(one, other) for one, other in zip(first[:names], second[:names], strict=True))

@@ -17,7 +17,7 @@ from gradstream.run.result import FINAL_MODEL
 from gradstream.testing.sessions import loop_in_threads
 
 DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=8, retry_s=5)
-STRATEGIES = ("synchronous", "allreduce", "downpour", "diloco", "local-sgd", "gossip")
+STRATEGIES = ("allreduce", "downpour", "diloco", "local-sgd", "gossip")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Sparse", "ignore:ComplexHalf")
 

@@ -59,10 +59,10 @@ def whole_data(session: gs.Session, way: Way) -> tuple[Values, list[float]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("strategy", "workers"), [("allreduce", 2), ("allreduce", 3), ("synchronous", 2)])
-def test_lbfgs_is_that_of_one_process_with_all_samples(way: Way, strategy: str, workers: int) -> None:
+@pytest.mark.parametrize("workers", [2, 3])
+def test_lbfgs_is_that_of_one_process_with_all_samples(way: Way, workers: int) -> None:
     alone, expected = whole_data(gs.Session(), way)
-    found = loop_in_threads(partial(whole_data, way=way), workers, strategy=strategy, deadlines=DEADLINES)
+    found = loop_in_threads(partial(whole_data, way=way), workers, deadlines=DEADLINES)
     for parameters, losses in found:
         assert losses == pytest.approx(expected, rel=1e-7)
         for one, first, other in zip(parameters, found[0][0], alone, strict=True):

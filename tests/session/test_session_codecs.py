@@ -56,7 +56,7 @@ def given(rank: int, number: int) -> torch.Tensor:
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("codec", ["float16", "int8", "one-bit", "top-k", "powersgd", C.QSGD(8)])
 def test_all_workers_get_the_same_mean_within_the_codecs_precision(codec: Any, workers: int) -> None:
-    found = means(codec, workers)
+    found = means(codec, workers, strategy="synchronous")
     for number, one in enumerate(found[0]):
         assert all(torch.equal(one, other[number]) for other in found)
     gap = [
@@ -138,8 +138,6 @@ def test_what_cannot_be_is_refused() -> None:
         loop_in_threads(partial(loop, momentum=0.9), codec="dgc", **quick)
     with pytest.raises(ConfigError, match=r"expected torch\.float32, the only ones"):
         loop_in_threads(partial(loop, momentum=0.9, dtype=torch.float64), codec="int8", **quick)
-    with pytest.raises(ConfigError, match="would round them; take strategy='allreduce'"):
-        loop_in_threads(partial(loop, momentum=0.9), codec="int8", strategy="synchronous", **quick)
 
     def split(session: gs.Session) -> None:
         session.split(lambda: nn.Linear(8, 8), torch.zeros(2, 8), into=2)

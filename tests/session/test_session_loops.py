@@ -59,7 +59,6 @@ def alone(**options: Any) -> Parameters:
     return train(gs.Session(), **options)
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "synchronous"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,8 +69,8 @@ def alone(**options: Any) -> Parameters:
         {"num_samples": 56},  # ... has samples of one worker only
     ],
 )
-def test_two_workers_are_one_process_with_the_joined_batch(options: dict[str, Any], strategy: str) -> None:
-    both = loop_in_threads(lambda session: train(session, **options), strategy=strategy)
+def test_two_workers_are_one_process_with_the_joined_batch(options: dict[str, Any]) -> None:
+    both = loop_in_threads(lambda session: train(session, **options))
     one = alone(**{"batch_size": 16, **options})
     for name, parameter in one.items():
         assert torch.equal(both[0][name], both[1][name])
@@ -128,7 +127,7 @@ def test_groups_of_parameters_have_options_of_their_own() -> None:
         session.close()
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    both = loop_in_threads(loop, strategy="synchronous", servers=2, chunk_elems=64)
+    both = loop_in_threads(loop, chunk_elems=64)
     for name, parameter in loop(gs.Session()).items():
         torch.testing.assert_close(both[0][name], parameter, rtol=1e-6, atol=1e-9)
 
@@ -144,7 +143,7 @@ def test_downpour_comes_to_the_same_place_and_ends_the_same_for_all(servers: int
     )
 
 
-@pytest.mark.parametrize("strategy", ["synchronous", gs.Downpour(push_every=3, fetch_every=2)])
+@pytest.mark.parametrize("strategy", ["allreduce", gs.Downpour(push_every=3, fetch_every=2)])
 def test_workers_with_different_numbers_of_steps_end_together(strategy: Any) -> None:
     both = loop_in_threads(
         lambda session: train(session, epochs=1 + 2 * session.rank), workers=3, strategy=strategy

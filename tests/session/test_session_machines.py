@@ -180,7 +180,7 @@ def test_a_loop_on_two_machines_ends_as_on_one(machines: Machines, alone: Path, 
     joined = Program(b, tmp_path / "b", *words, "--name", "b", **seed)
     status, said = joined.end()
     assert status == 0, said + launcher.end()[1]
-    assert "in as b, with shard-1, worker-1" in said
+    assert "in as b, with worker-1" in said
     status, said = launcher.end()
     assert status == 0, said
     assert "rank 0 is done" in said and "rank 1 is done" not in said

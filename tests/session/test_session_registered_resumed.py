@@ -126,7 +126,6 @@ PROCESSES = ", num_workers=1, generator=torch.Generator().manual_seed(7)"
         ("skip", {}),
         ("range", {}),
         ("epochs", {}),
-        ("range", {"STRATEGY": "'synchronous'"}),
         ("skip", LOCAL),
         ("range", LOCAL),
         ("epochs", LOCAL),
@@ -181,14 +180,13 @@ Path(__file__).with_name(f"seen-{session.rank}.txt").open("a").write(f"{epoch} {
 
 
 @pytest.mark.limit_s(200)
-@pytest.mark.parametrize("strategy", ["'allreduce'", "'synchronous'"])
 @pytest.mark.parametrize("workers", [3, 1])
 def test_another_number_of_workers_uses_each_sample_once_an_epoch(
-    workers: int, strategy: str, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    workers: int, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "own.py"
-    replaced = {"0.1 * torch.randn(8)": "0", "STRATEGY": strategy}
+    replaced = {"0.1 * torch.randn(8)": "0"}
 
     def text(epochs: int) -> str:
         seen = SEEN.strip().replace("\\\\", "\\")

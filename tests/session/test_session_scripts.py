@@ -7,10 +7,9 @@ import json
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,40 +182,6 @@ for number in range(1000):
     assert done.stderr.splitlines()[-1] == "LookupError: a fault of mine"
     assert "worker-1: the script raised LookupError" in done.stderr
     assert f'File "{path}", line' in done.stderr
-
-
-@pytest.mark.limit_s(200)
-def test_a_worker_that_is_killed_ends_the_steps_of_the_others_under_synchronous(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "endless.py"
-    path.write_text(
-        SETUP
-        + """
-try:
-    while True:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-except gradstream.errors.PeerLostError as error:
-    open(f"heard-{session.rank}", "w").write(str(error))
-    raise
-"""
-    )
-
-    def killer(event: Mapping[str, Any]) -> None:
-        if event["event"] == "step" and event["step"] == 3 and event["rank"] == 0:
-            (run_dir,) = Path("runs").iterdir()
-            found = re.search(r"pid (\d+)", (run_dir / "logs" / "worker-1.log").read_text())
-            assert found
-            os.kill(int(found[1]), signal.SIGKILL)
-
-    with pytest.raises(gs.errors.PeerLostError) as caught:
-        gs.train(load_job(str(path)), strategy="synchronous", on_event=killer)
-    assert caught.value.peer == "worker-1"
-    assert 'with gradstream.join("allreduce"), the default, the others go on' in str(caught.value)
-    assert "worker-1" in Path("heard-0").read_text()
 
 
 def test_a_script_that_ends_without_closing_is_closed_before_its_threads_are_waited_for() -> None:

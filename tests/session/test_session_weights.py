@@ -40,10 +40,10 @@ def parameters_of(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def alike(loop: Callable[[gs.Session], torch.Tensor], strategy: str = "allreduce") -> None:
+def alike(loop: Callable[[gs.Session], torch.Tensor]) -> None:
     """Holds the workers' results to those of a process that is alone."""
     alone = loop(gs.Session())
-    for result in loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES):
+    for result in loop_in_threads(loop, deadlines=DEADLINES):
         torch.testing.assert_close(result, alone, rtol=1e-9, atol=1e-12)
 
 
@@ -70,9 +70,8 @@ THROWN: dict[str, ThrowAway] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "synchronous"])
 @pytest.mark.parametrize("how", THROWN)
-def test_a_window_that_is_thrown_away_counts_no_samples(how: str, strategy: str) -> None:
+def test_a_window_that_is_thrown_away_counts_no_samples(how: str) -> None:
     """5 minibatches of 4 make 3 rounds of 2 workers, of which the last is a half window, of worker 0 alone."""
 
     def loop(session: gs.Session) -> torch.Tensor:
@@ -93,7 +92,7 @@ def test_a_window_that_is_thrown_away_counts_no_samples(how: str, strategy: str)
                     THROWN[how](model, optimizers)
         return parameters_of(model)
 
-    alike(loop, strategy)
+    alike(loop)
 
 
 def sized(session: gs.Session, *sizes: int) -> torch.Tensor:
@@ -220,11 +219,10 @@ def weighted(x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, model: nn.
     return (nn.functional.mse_loss(model(x), y, reduction="none").flatten() * weights).sum() / weights.sum()
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "synchronous"])
 @pytest.mark.parametrize(
     "kind", ["fractions", "tiny", "none of one", "none of one, whole numbers", "none of all"]
 )
-def test_means_over_weights_are_joined(kind: str, strategy: str) -> None:
+def test_means_over_weights_are_joined(kind: str) -> None:
     weights = torch.linspace(0.3, 2, 16, dtype=torch.float64)
     if kind == "tiny":
         weights = weights * 1e-6
@@ -251,7 +249,7 @@ def test_means_over_weights_are_joined(kind: str, strategy: str) -> None:
                 optimizer.step()
         return parameters_of(model)
 
-    alike(loop, strategy)
+    alike(loop)
 
 
 def test_layers_that_are_unfrozen_later_are_weighed_likewise() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -13,7 +14,9 @@ from torch import nn
 import gradstream as gs
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.job.job import Job
+from gradstream.run.planning import plan_run
 from gradstream.session import joining
+from gradstream.session.node import job as session_job
 from gradstream.session.rules import description_of
 from gradstream.testing.sessions import loop_in_threads
 
@@ -211,5 +214,28 @@ def test_a_loop_that_names_no_strategy_has_no_servers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(joining, "intercept", jobs.append)
     gs.join()
     assert jobs[0].strategy == "allreduce"
-    with pytest.raises(ConfigError, match=r"^servers=2 .* take a strategy that has some, .*'synchronous'"):
+    with pytest.raises(
+        ConfigError, match=r"^servers=2 .* average whole gradients among themselves, .*'downpour'"
+    ):
         loop_in_threads(lambda session: None, servers=2)
+
+
+def test_synchronous_is_allreduce_in_a_loop_of_ones_own() -> None:
+    def strategy(strategy: Any, **options: Any) -> Any:
+        return plan_run(dataclasses.replace(session_job(), strategy=strategy, **options), "run").strategy
+
+    assert strategy("synchronous") == gs.AllReduce()
+    assert strategy(gs.Synchronous(overlap=False), servers=0, codec="int8") == gs.AllReduce(overlap=False)
+    for refused, remedy in (
+        (gs.Synchronous(backup=1), "leave out backup"),
+        (gs.Synchronous(aggregate="median"), "aggregate='median': .* leave aggregate out, or pass a model"),
+        (gs.Synchronous(sparse=True), "leave sparse out"),
+        (gs.Synchronous(worker_momentum=0.5), "your optimizer may have a momentum"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            strategy(refused)
+    for options in ({"servers": 2}, {"acknowledge": "replicated"}):
+        with pytest.raises(ConfigError, match=f"leave {next(iter(options))} out, or take a strategy"):
+            strategy("synchronous", **options)
+    with pytest.raises(ConfigError, match=r"exchange='torch' .* expected strategy='allreduce'"):
+        gs.join("synchronous", exchange="torch")

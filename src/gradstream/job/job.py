@@ -16,7 +16,7 @@ from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.metrics import Metric
 from gradstream.job.phases import Phase, phase_of
-from gradstream.job.registry import find_dataset
+from gradstream.job.registry import find_dataset, find_strategy
 from gradstream.model.base import Model
 from gradstream.model.device_model import on_device
 from gradstream.model.torch_module import TorchModel
@@ -24,7 +24,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import ServerStrategy, Strategy
 from gradstream.transport.offers import Choice
 from gradstream.wire.chunks import CHUNK_ELEMS
 
@@ -375,6 +375,27 @@ class OwnData(Protocol):
 def is_open_ended(job: Job) -> bool:
     """Whether the user's own training loops bring the data, of an unknown amount."""
     return hasattr(job.data, "loop")
+
+
+AMONG = "workers average their gradients among themselves, under 'synchronous' and 'allreduce' alike"
+"""What a run of the user's own loops says first under these strategies: see `strategy_of`."""
+
+
+def strategy_of(job: Job) -> Strategy:
+    """The strategy by which the workers of a job exchange.
+
+    Servers that give nothing but the mean of the gradients would hold no state under the user's own loops, so there the
+    workers sum up that mean among themselves. With `servers=0` it is the form of the strategy without servers, if any.
+
+    Raises:
+        UnknownNameError, ConfigError: as `find_strategy`.
+    """
+    found = find_strategy(job.strategy, job.strategy_options)
+    if not isinstance(found, ServerStrategy):
+        return found
+    if is_open_ended(job) and found.gives_mean and found.rows(tables=True) is None:
+        return find_strategy("allreduce", {"overlap": getattr(found, "overlap", True)})
+    return (job.servers == 0 and found.in_group()) or found
 
 
 def is_script(job: Job) -> bool:

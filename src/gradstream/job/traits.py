@@ -129,7 +129,7 @@ def _of_strategy(strategy: Strategy, workers: int) -> _Found:
     yield "survivors", rounds or strategy.survives_worker_loss, named
     momentum = getattr(strategy, "worker_momentum", 0)
     yield "worker momentum", momentum, f"worker_momentum={momentum}"
-    yield "common mean", strategy.gives_mean and not momentum, named
+    yield "common mean", strategy.gives_mean, named
     if isinstance(strategy, SharedMemoryStrategy):
         yield "shared memory", True, named
         yield "way", True, "through shared memory"
@@ -153,6 +153,7 @@ def _of_servers(strategy: ServerStrategy, workers: int, named: str) -> _Found:
     aggregate, backup = getattr(strategy, "aggregate", "mean"), getattr(strategy, "backup", None)
     quorum, whole = strategy.quorum(workers) is not None, f"aggregate={aggregate!r}"
     yield "quorum", quorum, named
+    yield "aggregate", aggregate != "mean", whole
     yield "whole contributions", quorum and aggregate != "mean", whole
     yield "backup", quorum and aggregate == "mean", f"backup={backup}" if backup else named
     updates = strategy.pushes == "gradients"

@@ -16,11 +16,11 @@ from gradstream.data.base import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError
 from gradstream.job.code import find_function
-from gradstream.job.job import Job
+from gradstream.job.job import Job, strategy_of
 from gradstream.job.metrics import Metric
 from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
 from gradstream.job.plan import EvaluationPlan, RunPlan
-from gradstream.job.registry import find_codec, find_optimizer, find_strategy
+from gradstream.job.registry import find_codec, find_optimizer
 from gradstream.job.traits import traits_of_job
 from gradstream.job.validation import check, check_micro_batches, check_resumed, check_strategy, whole
 from gradstream.optim.groups import groups_of
@@ -132,7 +132,7 @@ def _plan_job(
     if resume is not None:
         check_resumed(job, resume)
     policy = _policy_of(job)
-    strategy = _strategy_of(job)
+    strategy = strategy_of(job)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     if of is not None:
         optimizer = rate_of_phase(*of, optimizer)
@@ -205,14 +205,6 @@ def _check_procedure(plan: RunPlan, resume: Resume) -> None:
             "with the strategy and the vectors that it had, with servers or without as before; or begin a new run, and "
             "give it these parameters"
         )
-
-
-def _strategy_of(job: Job) -> Strategy:
-    """The job's strategy; with `servers=0` in a group of workers, where there is such a form of it."""
-    found = find_strategy(job.strategy, job.strategy_options)
-    if job.servers == 0 and isinstance(found, ServerStrategy):
-        return found.in_group() or found
-    return found
 
 
 def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | None:

@@ -9,7 +9,6 @@ from gradstream.coordinator.relay import RunClock
 from gradstream.job.overrides import optimizer_of_text
 from gradstream.job.plan import RunPlan
 from gradstream.model.base import Model
-from gradstream.optim.merge import Replace
 from gradstream.run.nodes import grouped_rule, member_of, recording_of
 from gradstream.runtime.base import Runtime
 from gradstream.server.shard.config import ShardConfig
@@ -58,8 +57,8 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         grouped=None if plan.workers_optimize else grouped_rule(plan, model, part),
         decayed=strategy.decays_gradients,
         silence_s=plan.job.deadlines.silence_s,
-        find_optimizer=(lambda _: (Replace(), None)) if plan.averages_gradients else optimizer_of_text,
-        resume_from=plan.resume.folder if plan.resume is not None and not plan.averages_gradients else "",
+        find_optimizer=optimizer_of_text,
+        resume_from="" if plan.resume is None else plan.resume.folder,
         restores_state=plan.restores_state,
         renumbered=plan.renumbered,
         quorum=strategy.quorum(plan.workers),

@@ -17,8 +17,8 @@ from gradstream.codec.low_rank import PowerSGD
 from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.descriptions import describe
 from gradstream.job.files import intercept, script_of_caller
-from gradstream.job.job import Job
-from gradstream.job.phase_jobs import measured_first
+from gradstream.job.job import AMONG, Job, strategy_of
+from gradstream.job.phase_jobs import AUTO, measured_first
 from gradstream.job.registry import find_strategy
 from gradstream.run import placement
 from gradstream.run.place import Place, place_of
@@ -28,7 +28,7 @@ from gradstream.session import torchrun
 from gradstream.session.node import STRATEGY, OwnLoop, ScriptModel
 from gradstream.session.session import Session, SingleProcessSession
 from gradstream.session.worker_session import WorkerSession
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import ServerStrategy, Strategy
 from gradstream.untrusted import say
 
 JOIN_S = 1800.0
@@ -63,7 +63,7 @@ def join(
     early.
 
     The default strategy has no servers, equals one process with the joined minibatch, and goes on when a worker dies.
-    With `servers=`, name a strategy that has some: "synchronous" makes the same steps, but one death ends the run.
+    "synchronous" is the same here. With `servers=`, name a strategy whose servers hold the parameters.
 
     Args:
         strategy, strategy_options, codec, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
@@ -81,6 +81,12 @@ def join(
         >>> session = join("downpour")  # doctest: +SKIP
         >>> model, optimizer = session.wrap(model, optimizer)  # doctest: +SKIP
     """
+    named = find_strategy(strategy, strategy_options) if exchange and strategy != AUTO else None
+    if isinstance(named, ServerStrategy):
+        raise ConfigError(
+            f"join: exchange={exchange!r} with strategy {strategy!r}: it names what moves bytes without servers; "
+            "expected strategy='allreduce', which 'synchronous' is in a loop of your own"
+        )
     job = Job(
         ScriptModel(),  # type: ignore[arg-type]  # stand in for model and data
         OwnLoop(),  # type: ignore[arg-type]
@@ -134,7 +140,8 @@ def _under_engine(job: Job, place: Place) -> WorkerSession:
     session = WorkerSession(assignment, job.seed, host)
     run_dir = Path(assignment.spec).parent
     if rank == 0:
-        say(f"gradstream: {size} workers by {place.engine}, coordinator and any servers here; {run_dir}")
+        how = AMONG if strategy_of(job).gives_mean else "coordinator and any servers here"
+        say(f"gradstream: {size} workers by {place.engine}, {how}; {run_dir}")
 
     def fail(error: BaseException) -> None:
         session.fail(error)

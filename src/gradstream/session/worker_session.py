@@ -25,9 +25,10 @@ from gradstream.checkpoint.layouts import keep_configs
 from gradstream.checkpoint.own_state import PLACES
 from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
+from gradstream.job.job import strategy_of
 from gradstream.job.overrides import text_of_optimizer
 from gradstream.job.plan import worker_name
-from gradstream.job.registry import find_codec, find_strategy
+from gradstream.job.registry import find_codec
 from gradstream.job.traits import traits_of_codec
 from gradstream.model.buffers import Tree
 from gradstream.optim.base import Optimizer
@@ -512,7 +513,6 @@ class WorkerSession(Session):
         strategy, in_group = self._strategy, self._takeover.in_rounds
         reassigns = strategy.survives_worker_loss and (strategy.partitioning != "rounds" or in_group)
         takeover = self._takeover if reassigns and self._split is None else None
-        aligned = self._averages_gradients or in_group
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
         is_placed = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
         place = self._places.new() if is_placed else None
@@ -523,7 +523,7 @@ class WorkerSession(Session):
             self._seed,
             split,
             note,
-            aligned,
+            in_group,
             over,
             takeover,
             self._ask,
@@ -848,4 +848,4 @@ class WorkerSession(Session):
 
     @cached_property
     def _strategy(self) -> Strategy:
-        return find_strategy(self._job.strategy, self._job.strategy_options)
+        return strategy_of(self._job)

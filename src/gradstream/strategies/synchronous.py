@@ -224,7 +224,8 @@ class Synchronous(ServerStrategy):
     @property
     @override
     def gives_mean(self) -> bool:
-        return not self.backup and self.aggregate == "mean"  # a late worker never sees the mean of the round
+        # A late worker never sees the mean of the round.
+        return not (self.backup or self.worker_momentum) and self.aggregate == "mean"
 
     def optimizer(self) -> Optimizer:
         """SGD with momentum."""

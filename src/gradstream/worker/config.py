@@ -16,7 +16,6 @@ from gradstream.job.losses import losses_of
 from gradstream.job.overrides import optimizer_of_text
 from gradstream.job.plan import RunPlan
 from gradstream.model.base import Model
-from gradstream.optim.merge import Replace
 from gradstream.recording import Log
 from gradstream.runtime.base import Runtime
 from gradstream.telemetry.events import Event
@@ -99,9 +98,7 @@ class WorkerConfig:
     def update_rule(self) -> UpdateRule:
         """The rule that updates the parameters, on the workers or on the shards."""
         plan, own = self.plan, self._own
-        if plan.averages_gradients:
-            return Replace(), None
-        if plan.strategy.local_rounds:
+        if plan.averages_gradients or plan.strategy.local_rounds:
             return plan.shards_optimizer, None
         if own is not None and own.optimizer:
             return optimizer_of_text(own.optimizer)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from gradstream.errors import ConfigError
-from gradstream.job.job import Job
+from gradstream.job.job import Job, strategy_of
 from gradstream.job.phase_jobs import jobs_of
-from gradstream.job.registry import find_strategy
 from gradstream.job.traits import traits_of_strategy
 from gradstream.run.remote.address import Address
 from gradstream.strategies.base import ServerStrategy
@@ -112,9 +111,7 @@ class Listening:
             )
         shm = {"shm": "carrier='shm'"} if job.carrier == "shm" else {}
         for phase in phases if self.machines > 1 else ():
-            of_strategy = traits_of_strategy(
-                find_strategy(phase.strategy, phase.strategy_options), phase.workers
-            )
+            of_strategy = traits_of_strategy(strategy_of(phase), phase.workers)
             refuse({**shm, **of_strategy, "several machines": f"wait={self.machines} machines"})
         if earlier:
             raise ConfigError(
@@ -154,9 +151,7 @@ class Listening:
             UnknownNameError: there is no such strategy.
         """
         served = (
-            phase.servers is None
-            and isinstance(find_strategy(phase.strategy, phase.strategy_options), ServerStrategy)
-            for phase in jobs_of(job)
+            phase.servers is None and isinstance(strategy_of(phase), ServerStrategy) for phase in jobs_of(job)
         )
         if self.servers_on != "all" or job.servers is not None or not any(served):
             return job
