@@ -3,7 +3,6 @@
     python bench/recovery.py                                  # every piece: about 12 minutes
     python bench/recovery.py --pieces "worker, allreduce"     # one of them; the others keep their figures
     python bench/recovery.py --pieces "hog; hog, default lease"     # 20 minutes beside processes that take every core
-    python bench/recovery.py --peer torchft --python VENV/bin/python     # see bench/recovery_peer.py
 
 In a run of real processes one is killed (SIGKILL), or stopped (SIGSTOP), again and again, each time at a random
 instant after all take part again. A step takes `STEP_S` in which the processor is idle, as if a device computed. The
@@ -40,7 +39,6 @@ import torch
 from torch import nn
 
 import gradstream as gs
-import recovery_peer
 from common import RESULTS, ROOT, command_line, keep, kept, now
 from gradstream._train import launch
 from gradstream.job.files import load_job
@@ -302,20 +300,12 @@ def main() -> None:
     parser.add_argument("--strikes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hog-s", type=float, default=600.0)
-    parser.add_argument("--peer", choices=["torchft"])
-    parser.add_argument("--python", help="interpreter of the environment that the peer is installed in")
     given = parser.parse_args()
     names = [name.strip() for name in given.pieces.split(";")]
-    if given.peer:
-        names = [f"{given.peer}, {setting}" for setting in recovery_peer.SETTINGS]
     commit = git_commit(ROOT)
     for name in names:
         begun_s, load = time.monotonic(), os.getloadavg()[0]
-        if given.peer:
-            settings = recovery_peer.SETTINGS[name.partition(", ")[2]]
-            python = given.python or sys.executable
-            found = recovery_peer.measured_peer(python, given.strikes, given.seed, settings)
-        elif name in HOGS:
+        if name in HOGS:
             found = beside_hogs(given.hog_s, HOGS[name])
         else:
             found = measured(PIECES[name], given.strikes, given.seed)

@@ -8,13 +8,12 @@ from typing import Any
 from common import table
 
 STRATEGIES = ("downpour", "synchronous", "allreduce")
-TORCHFT = ("torchft, as in its README", "torchft, heartbeat 1 s", "torchft, from Python")
 SHARDS = ("shard, downpour", "shard, synchronous", "shard, downpour, logged")
 
 ROWS = [  # what, its figure, and pieces of the record
     ("a killed worker is noticed", "noticed_s", [f"worker, {name}" for name in STRATEGIES]),
-    ("the others train on", "committed_s", [*(f"worker, {name}" for name in STRATEGIES), *TORCHFT]),
-    ("a new worker takes part", "back_s", [*(f"worker, {name}" for name in STRATEGIES), *TORCHFT]),
+    ("the others train on", "committed_s", [f"worker, {name}" for name in STRATEGIES]),
+    ("a new worker takes part", "back_s", [f"worker, {name}" for name in STRATEGIES]),
     ("a new coordinator serves", "back_s", ["coordinator, downpour", "coordinator, synchronous"]),
     ("steps meanwhile", "steps_meanwhile", ["coordinator, downpour", "coordinator, synchronous"]),
     ("a shard serves again", "back_s", SHARDS),
@@ -30,8 +29,7 @@ def recovery_table(record: Mapping[str, Any]) -> str:
     rows, pieces = [], record["pieces"]
     for title, name, some in ROWS:
         for piece in some:
-            kind, _, rest = piece.partition(", ")
-            who = piece if kind == "torchft" else f"`{rest}`"
+            who = f"`{piece.partition(', ')[2]}`"
             found = pieces[piece]["figures"].get(name) if piece in pieces else None
             if found is not None:
                 digits = 0 if name == "steps_meanwhile" else 2

@@ -13,6 +13,7 @@ from dataclasses import replace
 from common import ROOT, Places, Record, command_line, put, recorded, table, where
 from gradstream.pipeline.schedule import make_schedule
 from gradstream.pipeline.timing import pipeline_times
+from own_loops import own_loops_table
 from pipeline_layers import chain_of_layers
 from recovery_tables import recovery_table
 from study_tables import STUDY_PAGES
@@ -55,8 +56,9 @@ def carriers() -> Places:
 
 
 def benchmarks() -> Places:
-    """Carriers and recovery."""
-    return {"recovery": recovery_table(recorded("recovery")), **carriers()}
+    """Carriers, recovery, and loops of one's own beside those of others."""
+    tables = {"recovery": recovery_table, "own-loops": own_loops_table}
+    return {**carriers(), **{name: make(recorded(name)) for name, make in tables.items()}}
 
 
 # ---- collectives ---------------------------------------------------------------------------------

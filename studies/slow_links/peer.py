@@ -1,9 +1,9 @@
-"""One rank of a peer of `slow_links.py`: torch over gloo with what it has against slow links, hivemind, torchft.
+"""One rank of a loop of one's own behind slow links: torch over gloo, hivemind, torchft, and gradstream's five lines.
 
 python studies/slow_links/peer.py '{"task": "small", "method": "ddp", "rank": 0, …}'     see `Asked`
 
-Rank 0 prints [seconds, step, accuracy or loss] at each evaluation, and ends at the goal or when the time is over. The
-others go on until they are killed.
+Rank 0 adds [seconds, step, accuracy or loss] to the file "curve" when it begins and at each evaluation. All go on until
+they are killed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -28,6 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+import gradstream as gs
 from tasks import TASKS, score
 
 WORLD, EVERY_S, PORT = 4, 4.0, 29500
@@ -42,10 +43,10 @@ class Asked:
         task, method, rank, seed: which.
         addresses: of the machines, by rank.
         folder: a folder that all ranks see.
-        seconds: when it ends without the goal.
         lr: of the (inner) rule.
         period: minibatches between two exchanges, of methods that have a period.
         delay: of torchft's DiLoCo: minibatches behind which an exchange goes on.
+        least: of torchft and gradstream: ranks that are there at the beginning.
     """
 
     task: str
@@ -54,14 +55,14 @@ class Asked:
     seed: int
     addresses: list[str]
     folder: str
-    seconds: float
     lr: float
     period: int = 0
     delay: int = 0
+    least: int = WORLD
 
 
 def main() -> None:
-    """Trains until the goal is reached or the time is over."""
+    """Trains until it is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("asked", help="JSON")
     asked = Asked(**json.loads(parser.parse_args().asked))
@@ -70,28 +71,49 @@ def main() -> None:
     torch.manual_seed(asked.seed)
     data, model = task.data(), task.network()
     optimizer = task.optimizer(model.parameters(), asked.lr)
-    rng, each = np.random.default_rng(asked.seed), task.batch
-    with METHODS[asked.method](asked, model, optimizer) as (trained, inner):
+    with METHODS[asked.method](asked, model, optimizer) as (trained, inner, *own):
+        first, *minibatches = own or (asked.rank == 0, strided(data, asked))
         begun = shown = time.perf_counter()
-        step = 0
-        while True:
-            order = rng.permutation(data.num_samples)
-            for first in range(asked.rank * each, len(order) - each * WORLD + 1, each * WORLD):
-                batch = data.batch(order[first : first + each])
-                inner.zero_grad()
-                task.loss(trained(torch.as_tensor(batch.inputs)), torch.as_tensor(batch.targets)).backward()
-                inner.step()
-                step += 1
-                if asked.rank or time.perf_counter() - shown < EVERY_S or step % (asked.period or 1):
-                    continue
-                found, shown = score(task, model, data), time.perf_counter()
-                print(json.dumps([shown - begun, step, found]), flush=True)
-                if task.reached(found) or shown - begun > asked.seconds:
-                    os._exit(0)  # the others are killed: a tidy end would wait for them
+        curve = (Path(asked.folder) / "curve").open("a", buffering=1) if first else None
+        print(json.dumps([0.0, 0, math.nan]), file=curve) if curve else None
+        for step, (inputs, targets) in enumerate(minibatches[0], 1):
+            inner.zero_grad()
+            task.loss(trained(inputs), targets).backward()
+            inner.step()
+            if curve is None or time.perf_counter() - shown < EVERY_S or step % (asked.period or 1):
+                continue
+            found, shown = score(task, model, data), time.perf_counter()
+            print(json.dumps([shown - begun, step, found]), file=curve)
+
+
+def strided(data: gs.data.Dataset, asked: Asked) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's minibatches of an order that all ranks draw."""
+    rng, each = np.random.default_rng(asked.seed), TASKS[asked.task].batch
+    while True:
+        order = rng.permutation(data.num_samples)
+        for first in range(asked.rank * each, len(order) - each * WORLD + 1, each * WORLD):
+            batch = data.batch(order[first : first + each])
+            yield torch.as_tensor(batch.inputs), torch.as_tensor(batch.targets)
 
 
 @contextlib.contextmanager
-def gloo(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
+def gradstream(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[Any, ...]]:
+    """The five lines, with local SGD and sums of one bit for each element."""
+    session = gs.join(
+        "local-sgd", strategy_options={"every": asked.period}, codec="one-bit", checkpoint_every=None
+    )
+    data = TASKS[asked.task].data()
+    batch = data.batch(np.arange(data.num_samples))
+    pairs = torch.utils.data.TensorDataset(torch.as_tensor(batch.inputs), torch.as_tensor(batch.targets))
+    loader = torch.utils.data.DataLoader(pairs, batch_size=TASKS[asked.task].batch, shuffle=True)
+    loader = session.shard(loader)
+    model, optimizer = session.wrap(model, optimizer)
+    yield model, optimizer, session.rank == 0, (batch for _ in session.epochs(1000) for batch in loader)
+    session.close()
+
+
+@contextlib.contextmanager
+def gloo(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[Any, ...]]:
     """DDP, plain or with PowerSGD; or local steps and averages, as post-local SGD has them after its start."""
     url = f"tcp://{asked.addresses[0]}:{PORT}"
     dist.init_process_group("gloo", init_method=url, rank=asked.rank, world_size=WORLD)
@@ -123,7 +145,7 @@ class _Averaged:
 
 
 @contextlib.contextmanager
-def hivemind(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
+def hivemind(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[Any, ...]]:
     """Local updates, and averages of the parameters in the background, in 16 bits."""
     import hivemind as hm
 
@@ -138,37 +160,37 @@ def hivemind(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[n
         (written := known.with_suffix(".new")).write_text("\n".join(map(str, dht.get_visible_maddrs())))
         written.rename(known)
     batch = TASKS[asked.task].batch
-    yield (
-        model,
-        hm.Optimizer(
-            dht=dht,
-            run_id="bench",
-            batch_size_per_step=batch,
-            target_batch_size=batch * WORLD * asked.period,
-            optimizer=optimizer,
-            use_local_updates=True,
-            delay_state_averaging=True,
-            state_averaging_compression=hm.compression.Float16Compression(),
-            matchmaking_time=3.0,
-            averaging_timeout=60.0,
-        ),
+    averaged = hm.Optimizer(
+        dht=dht,
+        run_id="bench",
+        batch_size_per_step=batch,
+        target_batch_size=batch * WORLD * asked.period,
+        optimizer=optimizer,
+        use_local_updates=True,
+        delay_state_averaging=True,
+        state_averaging_compression=hm.compression.Float16Compression(),
+        matchmaking_time=3.0,
+        averaging_timeout=60.0 if asked.least == WORLD else 15.0,
     )
+    if asked.rank >= asked.least:
+        averaged.load_state_from_peers()
+    yield model, averaged
 
 
 @contextlib.contextmanager
-def torchft(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """DiLoCo, with its paper's outer rule. The bench has started the lighthouse on the first machine."""
+def torchft(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[Any, ...]]:
+    """DiLoCo, with its paper's outer rule, or LocalSGD. The bench has started the lighthouse on the first machine."""
     own = asked.addresses[asked.rank]
     socket.gethostname = lambda: own  # torchft tells the others this name, which they could not look up here
     from torchft import Manager, ProcessGroupGloo
-    from torchft.local_sgd import DiLoCo
+    from torchft.local_sgd import DiLoCo, LocalSGD
 
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
     parts = {"model": model, "inner": optimizer, "outer": outer}
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=120)),
-        min_replica_size=WORLD,
+        min_replica_size=WORLD if asked.least == WORLD else asked.least - 1,
         use_async_quorum=False,
         load_state_dict=lambda state: [part.load_state_dict(state[name]) for name, part in parts.items()],
         state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
@@ -180,14 +202,20 @@ def torchft(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[nn
         lighthouse_addr=f"http://{asked.addresses[0]}:{PORT + 10}",
         timeout=timedelta(seconds=120),
     )
-    with DiLoCo(manager, [model], optimizer, outer, sync_every=asked.period, fragment_sync_delay=asked.delay):
+    every = {"sync_every": asked.period}
+    if asked.method == "torchft-local":
+        way = LocalSGD(manager, model, optimizer, **every)
+    else:
+        way = DiLoCo(manager, [model], optimizer, outer, fragment_sync_delay=asked.delay, **every)
+    with way:
         yield model, optimizer
 
 
 METHODS = {
+    "gradstream": gradstream,
     **dict.fromkeys(("ddp", "powersgd-1", "powersgd-2", "powersgd-4", "post-local"), gloo),
     "hivemind": hivemind,
-    "torchft": torchft,
+    **dict.fromkeys(("torchft", "torchft-local"), torchft),
 }
 
 if __name__ == "__main__":

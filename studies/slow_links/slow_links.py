@@ -28,21 +28,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peer import PORT, WORLD
 from rates import RECORD
-from tasks import TASKS
+from tasks import TASKS, Task
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep_part, kept, origin, run_on
 from kit.machines import Machine, Machines, unavailable
 
-JOB = Path(__file__).with_name("tasks.py").resolve()
+JOB, PEER = (Path(__file__).with_name(name).resolve() for name in ("tasks.py", "peer.py"))
 PERIOD = 20
+START_S = 180.0
+"""For processes to begin to train."""
 
 
 @dataclass(frozen=True)
@@ -242,48 +245,75 @@ def ours(row: Ours, task: str, seed: int, machines: Machines, folder: Path, limi
 def peer(
     row: Peer, task: str, seed: int, machines: Machines, folder: Path, limit_s: float, python: str
 ) -> Curve:
-    """Rank 0 says how it goes, and all ranks are killed when it has ended."""
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "bench")]),
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1",
-    }
+    """Rank 0 says how it goes, and all ranks are killed when it has the goal."""
     asked = {
         "task": task,
         "method": row.method,
         "seed": seed,
         "addresses": [machine.address for machine in machines.machines],
         "folder": str(folder),
-        "seconds": limit_s,
         "lr": rate(task, row.family),
         "period": row.period,
         "delay": row.delay,
     }
-    log = (folder / "log").open("w")
-    options: dict[str, Any] = {"cwd": folder, "env": environment, "stderr": log}
-    if row.method == "torchft":
-        bind = ["--min_replicas", str(WORLD), "--bind", f"0.0.0.0:{PORT + 10}", "--join_timeout_ms", "2000"]
-        machines[0].start([str(Path(python).parent / "torchft_lighthouse"), *bind], **options)
-    ranks = [
+    if row.method.startswith("torchft"):
+        start_lighthouse(machines[0], folder, python, WORLD)
+    for rank, machine in enumerate(machines.machines):
+        start_peer(machine, folder, python, asked | {"rank": rank})
+    return followed(machines, folder, TASKS[task], limit_s)
+
+
+def start_peer(machine: Machine, folder: Path, python: str, asked: Mapping[str, Any]) -> None:
+    """Starts a rank of `peer.py`, whose output is in the file "log"."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "bench")]),
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+    }
+    with (folder / "log").open("a") as log:
         machine.start(
-            [python, str(Path(__file__).with_name("peer.py").resolve()), json.dumps(asked | {"rank": rank})],
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            **options,
+            [python, str(PEER), json.dumps(asked)], cwd=folder, env=environment, stdout=log, stderr=log
         )
-        for rank, machine in enumerate(machines.machines)
-    ]
-    try:
-        said, _ = ranks[0].communicate(timeout=limit_s + 120)
-        ended = True
-    except subprocess.TimeoutExpired:
-        ended = False
+
+
+def start_lighthouse(machine: Machine, folder: Path, python: str, least: int) -> None:
+    """Starts torchft's."""
+    words = ["--min_replicas", str(least), "--bind", f"0.0.0.0:{PORT + 10}", "--join_timeout_ms", "2000"]
+    with (folder / "log").open("a") as log:
+        program = str(Path(python).with_name("torchft_lighthouse"))
+        machine.start([program, *words], cwd=folder, stdout=log, stderr=log)
+
+
+def followed(
+    machines: Machines,
+    folder: Path,
+    task: Task,
+    limit_s: float,
+    acts: Sequence[tuple[float, Callable[[], object]]] = (),
+) -> Curve:
+    """The evaluations of rank 0 until one has the goal or the time is over; then all processes are killed.
+
+    Args:
+        machines: of the ranks.
+        folder: where rank 0 has its file "curve".
+        task: has the goal.
+        limit_s: seconds of training at most.
+        acts: what to do after so many seconds of training.
+    """
+    path, curve, left, begun_s = folder / "curve", [], list(acts), math.inf
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < min(end_s, begun_s + limit_s) and not (curve and task.reached(curve[-1][2])):
+        time.sleep(0.05)
+        curve = [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        if curve and begun_s == math.inf:
+            begun_s, end_s = time.monotonic(), math.inf
+        while left and time.monotonic() > begun_s + left[0][0]:
+            left.pop(0)[1]()
     for machine in machines.machines:
         machine.kill()  # with the processes that hivemind has started
-    if not ended:
-        said, _ = ranks[0].communicate()
-    if not said:
-        print("".join((folder / "log").read_text().splitlines(keepends=True)[:40]), file=sys.stderr)
-    return [tuple(json.loads(line)) for line in said.splitlines() if line.startswith("[")]
+    if len(curve) < 2 and (log := folder / "log").exists():
+        print("".join(log.read_text().splitlines(keepends=True)[-40:]), file=sys.stderr)
+    return curve[1:]
 
 
 def sent(machine: Machine, folder: Path) -> int:

@@ -56,6 +56,30 @@ def test_percentiles_are_values_that_were_measured(bench: Any) -> None:
     assert found == {"back_s": {"p50": 51.0, "p90": 91.0, "p99": 100.0, "largest": 101.0, "n": 101}}
 
 
+def test_a_kill_of_an_own_loop_is_timed_from_its_log(bench: Any) -> None:
+    loops = bench("own_loops")
+    lines = [
+        "0 7 0.95 1.05 3 24 1",  # was under way: says nothing
+        "0 7 1.05 1.20 4 16 1",
+        "1 8 1.00 1.10 4 16 1",
+        "2 9 1.40 1.50 5 16 0",  # has come, with no samples yet
+        "2 9 1.50 1.75 6 24 1",
+    ]
+    commits, kills = [loops.Commit.of(*line.split()) for line in lines], [(2, 1.0), (1, 1.6), (2, 1.7)]
+    assert loops.after(commits, kills[:2], 0) == pytest.approx((0.2, 0.75))
+    assert loops.after(commits, kills, 0) == (pytest.approx(0.2), None)  # killed again before
+    assert loops.after(commits, kills, 1) == (None, None)
+    rounds = {
+        "seconds": 30,
+        "steps": 900,
+        "samples": 21600,
+        "lost": 8,
+        "doubled": 0,
+        "kills": [(0.2, 0.5), (0.3, None)],
+    }
+    assert list(loops.figures([rounds]).values()) == [1800, 43200, 0.2, 0.3, 0.5, float("inf"), 8, 0]
+
+
 def test_a_worker_takes_part_from_its_first_step_to_its_death_unless_it_stands_still(bench: Any) -> None:
     storm = bench("storm")
     events: list[dict[str, Any]] = [{"event": "finished", "time_s": 100.0}]
