@@ -32,7 +32,7 @@ test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slo
 test-extras: $(READY)  ## with the real trackers, trainers of transformers, lightning and accelerate, and Ray
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio,ray]' 'ray[train]' \
 		datasets torchdata webdataset
-	$(BIN)/pytest -q tests/integrations/test_integrations.py tests/trackers/test_trackers.py tests/run/test_ray.py \
+	$(BIN)/pytest -q tests/integrations tests/trackers/test_trackers.py tests/run/test_ray.py \
 		tests/session/test_stream_libraries.py tests/session/test_session_checkpoints.py
 
 check: lint types layers pages histories

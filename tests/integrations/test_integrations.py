@@ -17,8 +17,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
-from gradstream.errors import ConfigError
-from gradstream.integrations import wrap
+from gradstream.integrations import is_joined, wrap
 from gradstream.session.session import Session
 from gradstream.testing.sessions import loop_in_threads
 
@@ -213,13 +212,21 @@ def means(told: list[dict[str, Any]]) -> Any:
     return np.mean([one["trained"] for one in told], axis=0)
 
 
-def test_a_strategy_that_makes_updates_on_the_servers_is_refused() -> None:
-    def loop(session: Session) -> None:
+def test_the_optimizer_of_a_trainer_makes_its_steps_though_servers_hold_the_parameters() -> None:
+    def loop(session: Session) -> list[float]:
         model = nn.Linear(2, 1)
-        wrap(session, [model], [torch.optim.SGD(model.parameters(), lr=0.1)])
+        optimizer = torch.optim.Adamax(model.parameters(), lr=0.1)
+        assert is_joined(session)
+        wrap(session, [model], [optimizer])
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 2)).pow(2).mean().backward()
+            optimizer.step()
+        session.close()
+        return [float(value) for value in nn.utils.parameters_to_vector(model.parameters())]
 
-    with pytest.raises(ConfigError, match='Use a strategy that averages gradients: "synchronous"'):
-        loop_in_threads(loop, strategy="downpour")
+    one, other = loop_in_threads(loop, strategy="downpour")
+    assert one == other
 
 
 def test_a_barrier_waits_for_all_workers() -> None:
@@ -227,6 +234,7 @@ def test_a_barrier_waits_for_all_workers() -> None:
 
     def loop(session: Session) -> int:
         session.barrier()  # before wrap nobody waits
+        assert is_joined(session)
         model = nn.Linear(2, 1)
         wrap(session, [model], [torch.optim.SGD(model.parameters(), lr=0.1)])
         before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -78,14 +78,17 @@ class Worker:
                 ahead += islice(drawn, 1)
                 if not ahead or taken == stop:
                     break
+                assert deals.rest(loops.batches) > 0
                 deals.take()
                 self.counts.steps += 1
                 yield ahead.pop(0)
             if not ahead:
                 for dealt in iter(deals.draw, None):
+                    assert deals.rest(loops.batches) > 0
                     deals.take()
                     self.counts.steps += 1
                     yield dealt
+                assert not deals.is_open or deals.rest(loops.batches) == 0
             deals.over()
 
     def draws(self, epoch: int) -> Iterator[Dealt]:

@@ -1,4 +1,4 @@
-"""Runs a session as the strategy of a `lightning.Trainer`.
+"""Makes a session the strategy of a `lightning.Trainer`.
 
     session = gradstream.join()
     trainer = Trainer(strategy=GradstreamStrategy(session))
@@ -10,30 +10,31 @@ are equal on all workers, and so are decisions that depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
 from gradstream.errors import ConfigError
-from gradstream.integrations import wrap
+from gradstream.integrations import MANY, is_joined, process_index, wrap
 from gradstream.session.session import Session
 
 
 class GradstreamStrategy(ParallelStrategy):
-    """Averages gradients over the workers of a session. Worker r takes GPU r modulo their number.
+    """Joins a trainer's steps with those of the other workers of a session. Worker r takes GPU r modulo their number.
 
     `reduce` and `broadcast` return their argument unchanged: a training metric that is logged is that of this
     worker's minibatches, even with `sync_dist=True`.
 
     Args:
-        session: session of this worker, with the strategy `synchronous` or `allreduce`.
+        session: session of this worker.
         options: arguments of lightning's `ParallelStrategy`.
     """
 
@@ -43,12 +44,13 @@ class GradstreamStrategy(ParallelStrategy):
         super().__init__(**options)
         self._session = session
         self._loads_training = False
-        rank_zero_only.rank = session.rank
+        self._shown = ExitStack()
+        rank_zero_only.rank = self.global_rank
 
     @property
     def global_rank(self) -> int:
-        """Rank of this worker."""
-        return self._session.rank
+        """Number of this worker: 0 for the main one, which saves and logs."""
+        return process_index(self._session)
 
     @property
     def local_rank(self) -> int:
@@ -73,8 +75,54 @@ class GradstreamStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Wraps model and optimizers when they are ready."""
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            wrap(self._session, [self.lightning_module], self.optimizers)
+        session = self._session
+        if trainer.state.fn == TrainerFn.FITTING and is_joined(session):
+            schedulers = {f"scheduler.{i}": one.scheduler for i, one in enumerate(self.lr_scheduler_configs)}
+            wrap(session, [self.lightning_module], self.optimizers, **schedulers, trainer=_Progress(trainer))
+            next(session.epochs(MANY))  # the trainer begins with the present one
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """See `Strategy`."""
+        self._follow()
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """See `Strategy`."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._follow()
+        return result
+
+    def _follow(self) -> None:
+        """Lets the epoch end with the loader: it has more minibatches if workers are lost, fewer if some come."""
+        rank_zero_only.rank = self.global_rank
+        trainer: Any = self.lightning_module.trainer
+        loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
+        loaders = loop._combined_loader.flattened
+        if (
+            len(loaders) > 1
+            or not isinstance(loaders[0], _TrainingLoader)
+            or trainer.limit_train_batches != 1.0
+        ):
+            return
+        loop._combined_loader.limits = None
+        loop.max_batches = fetcher.length = fetcher.fetched + loaders[0].loader.rest
+        loop.epoch_loop.batch_progress.is_last_batch = fetcher.done = fetcher.fetched >= fetcher.length
+        if isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+    def on_validation_start(self) -> None:
+        """Validates the parameters that all workers share."""
+        self._shown.enter_context(self._session.evaluation())
+
+    def on_validation_end(self) -> None:
+        """See `Strategy`."""
+        self._shown.close()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The parameters that all workers share, for a checkpoint."""
+        with self._session.evaluation():
+            return super().lightning_module_state_dict()  # type: ignore[no-any-return]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module itself, so that the session sees each pass and its samples."""
@@ -90,9 +138,10 @@ class GradstreamStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Divides a loader of training."""
-        if not self._loads_training or not isinstance(dataloader, DataLoader):
+        if not self._loads_training or not isinstance(dataloader, DataLoader) or not is_joined(self._session):
             return dataloader
-        return self._session.shard(dataloader)
+        part = self._session.shard(dataloader)
+        return _TrainingLoader(part) if hasattr(part, "rest") else part
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all workers, if the trainer fits a model."""
@@ -122,3 +171,48 @@ class GradstreamStrategy(ParallelStrategy):
             "GradstreamStrategy: all_gather is not supported, since sessions exchange only gradients. Each worker "
             "validates on all of the data, so its metrics are complete: leave the call out"
         )
+
+
+class _TrainingLoader:
+    """A worker's part of a loader. An iteration begins with its first minibatch: lightning makes more iterators."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class _Progress:
+    """How far a trainer is, with the states of its callbacks and scaler: a newcomer and a resumed run begin with it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._is_loaded = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as lightning keeps it in a checkpoint."""
+        loops = self._trainer.fit_loop.state_dict()
+        loops["state_dict"].pop("combined_loader", None)  # the session has it
+        callbacks = call._call_callbacks_state_dict(self._trainer)
+        return {
+            "loops": loops,
+            "callbacks": callbacks,
+            "precision": self._trainer.precision_plugin.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` has returned, before the trainer begins."""
+        if not self._is_loaded:
+            self._is_loaded = True
+            self._trainer.fit_loop.load_state_dict(state["loops"])
+            call._call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
+            self._trainer.precision_plugin.load_state_dict(state["precision"])

@@ -83,6 +83,7 @@ class _Iteration:
         trains: gradients were on at its beginning.
         next_place: index of the next minibatch of `order`.
         num_drawn: number of minibatches that this worker has drawn.
+        num_taken: of these, those that the loop has taken.
     """
 
     number: int
@@ -91,6 +92,7 @@ class _Iteration:
     trains: bool = True
     next_place: int = 0
     num_drawn: int = 0
+    num_taken: int = 0
 
 
 class LoaderDeals:
@@ -200,6 +202,7 @@ class LoaderDeals:
     def take(self) -> None:
         """The loop takes the next minibatch that was drawn."""
         number = self._takeover.steps()
+        self._iteration.num_taken += 1
         if self._repeated:
             self._repeated -= 1
             if number is None or number <= self._entered:
@@ -218,7 +221,7 @@ class LoaderDeals:
         while len(self._columns) > self._num_taken:
             self._drop(self._columns.pop())
         iteration = self._iteration
-        iteration.num_drawn = 0
+        iteration.num_drawn = iteration.num_taken = 0
         if iteration.begun != self._made:
             return
         for column in self._columns:  # without a step
@@ -229,11 +232,18 @@ class LoaderDeals:
 
     def count(self, total: int) -> int:
         """Number of this worker's minibatches out of so many, in the iteration that it is in, or in the next one."""
-        iteration, workers = self._iteration, 1 if self._split else len(self._takeover.roster.now)
-        if not iteration.num_drawn:
-            return -(-total // workers)
-        rest = max(0, total - iteration.next_place) + len(self._returned)
-        return iteration.num_drawn + -(-rest // workers)
+        workers = 1 if self._split else len(self._takeover.roster.now)
+        return self._iteration.num_taken + self.rest(total) if self.is_open else -(-total // workers)
+
+    def rest(self, total: int) -> int:
+        """Of `count`, those that the loop has not taken yet."""
+        self._settle()
+        place, workers = self._iteration.next_place if self.is_open else 0, len(self._takeover.roster.now)
+        if self._came is not None and self._num_begun == self._came["over"]:  # begins here
+            place = self._came["place"]
+        new, back = max(0, total - place), len(self._returned)
+        dealt = max(len(self._columns) - self._num_taken, self._repeats + self._repeated)
+        return dealt + (new + -(-back // workers) if self._split else -(-(new + back) // workers))
 
     def left(self) -> Counter[int]:
         """By rank of a lost worker, its minibatches that are in no round, though the loop has ended."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -289,15 +290,12 @@ class ShardedLoader(DataLoader[Any]):
                     "session.shard has not drawn, from an iterator made before shard. Shard a plain DataLoader "
                     "instead"
                 )
-            if deals is not None:
-                deals.take()
-            elif takeover is not None and torch.is_grad_enabled():  # else a validation
+            if deals is None and takeover is not None and torch.is_grad_enabled():  # else a validation
                 steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch), self._place[1])
                 steps.next()
             samples = epoch.counts.popleft()
-            self._part.note(length_of((batch,)) if samples is None else samples)
-            if trains:
-                self._place = self._place[0], self._place[1] + 1
+            samples = length_of((batch,)) if samples is None else samples
+            self._part.ahead.take(samples, partial(self._take, samples, deals, trains=trains))
             yield batch
         if trains:
             self._place, self._drawn_from = (self._place[0] + 1, 0), ()
@@ -311,6 +309,25 @@ class ShardedLoader(DataLoader[Any]):
             except GeneratorExit:  # the loop may not have used the last minibatch
                 steps.used()
                 raise
+
+    def _take(self, samples: int | None, deals: LoaderDeals | None, *, trains: bool) -> None:
+        """Notes that the loop takes a minibatch."""
+        if deals is not None:
+            deals.take()
+        self._part.note(samples)
+        if trains:
+            self._place = self._place[0], self._place[1] + 1
+
+    @property
+    def rest(self) -> int:
+        """Number of minibatches that the loop still takes in this iteration, as far as this worker knows now."""
+        deals: LoaderDeals | None = self._index_sampler.deals
+        return max(0, len(self) - self._place[1]) if deals is None else deals.rest(self.total)
+
+    @property
+    def total(self) -> int:
+        """Number of minibatches of all workers in an epoch: those of one process."""
+        return len(self._index_sampler._batches)
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the training loop, after the last minibatch that it has taken."""
@@ -338,9 +355,8 @@ class ShardedLoader(DataLoader[Any]):
         """Yields the minibatches that this worker takes over from lost workers."""
         for batch, samples in self._part.asked(chosen):
             made = next(self._loaded([batch]))
-            if deals is not None:
-                deals.take()
-            self._part.note(length_of((made,)) if samples is None else samples)
+            samples = length_of((made,)) if samples is None else samples
+            self._part.ahead.take(samples, partial(self._take, samples, deals, trains=False))
             yield made
 
     def _loaded(self, batches: Iterable[Any], generator: torch.Generator | None = None) -> Iterator[Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
@@ -293,6 +294,55 @@ def _swap(states: _States) -> _States:
 
 # ---- loaders part ------------------------------------------------------------------------
 
+
+class Ahead:
+    """Minibatches that a trainer takes some time before it uses them, in the order in which they were taken.
+
+    A trainer that accumulates may take all minibatches of a step at once. Whatever follows from a minibatch (its
+    samples count, its place is passed) follows when it is used, so a loop that takes ahead is like a loader whose
+    processes draw ahead.
+
+    Attributes:
+        is_taking: what is taken now is used later.
+        counts: samples of the minibatches that wait; 0 for a repeat, None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.is_taking = False
+        self.counts: deque[int | None] = deque()
+        self._waiting: deque[list[Callable[[], object]]] = deque()
+
+    def begin(self) -> None:
+        """The next minibatch is taken."""
+        if self.is_taking:
+            self._waiting.append([])
+
+    def cancel(self) -> None:
+        """There was no further minibatch."""
+        if self.is_taking:
+            self._waiting.pop()
+
+    def do(self, what: Callable[[], object]) -> None:
+        """Does what follows from the minibatch that is taken: now, or when it is used."""
+        if self.is_taking:
+            self._waiting[-1].append(what)
+        else:
+            what()
+
+    def take(self, samples: int | None, note: Callable[[], object]) -> None:
+        """The minibatch was taken: `note` is called now, or when it is used."""
+        if self.is_taking:
+            self.counts.append(samples)
+        self.do(note)
+
+    def use(self) -> None:
+        """The loop uses the oldest minibatch that it has taken ahead."""
+        if self.counts:
+            self.counts.popleft()
+        for what in self._waiting.popleft() if self._waiting else ():
+            what()
+
+
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 """Attributes of most samplers, including torch's; of accelerate's; of those of mmengine and `datasets`."""
 
@@ -314,6 +364,7 @@ class LoaderPart:
         ask: called when the loop asks for a minibatch, before it is loaded.
         ends: where each worker reads its own part, finds the end of an epoch; None outside a session.
         place: the loop's place in the loader; None if it is not known.
+        ahead: minibatches that are taken ahead.
     """
 
     rank: int
@@ -327,6 +378,7 @@ class LoaderPart:
     ask: Callable[[], None] = lambda: None
     ends: StreamEnds | None = None
     place: LoaderPlace | None = None
+    ahead: Ahead = field(default_factory=Ahead)
 
     def alone(self) -> LoaderPart:
         """The part of a worker whose data has only its own minibatches: all of them."""
@@ -384,20 +436,19 @@ class LoaderPart:
 
     def asked(self, batches: Iterable[T]) -> Iterator[T]:
         """The same minibatches. Says before each, and before their end, that the loop asks for one."""
-        source = iter(batches)
+        source, place = iter(batches), self.place
         while True:
-            if self.place is None:
-                self.ask()
-            else:
-                self.place.asks()
+            self.ahead.begin()
+            self.ahead.do(self.ask if place is None else place.asks)
             try:
                 batch = next(source)
             except StopIteration:
-                if self.place is not None:
-                    self.place.ended = True
+                self.ahead.cancel()
+                if place is not None:
+                    place.ended = True
                 return
-            if self.place is not None:
-                self.place.taken += 1
+            if place is not None:
+                self.ahead.do(place.takes)
             yield batch
 
     def noted(self, batches: Iterable[Any], first: int = 0) -> Iterator[Any]:

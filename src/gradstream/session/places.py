@@ -109,6 +109,10 @@ class LoaderPlace:
         self.trains |= torch.is_grad_enabled()
         self.places.asked()
 
+    def takes(self) -> None:
+        """The loop takes the minibatch for which it has asked."""
+        self.taken += 1
+
     def saved(self) -> dict[str, Any]:
         """The place as JSON."""
         plain = {"over": self.over, "taken": self.taken, "early": self.early, "columns": self.columns}

@@ -42,7 +42,7 @@ from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
 from gradstream.session.loaders import ShardedLoader, part_of
-from gradstream.session.loaders_part import LoaderPart, Takeover
+from gradstream.session.loaders_part import Ahead, LoaderPart, Takeover
 from gradstream.session.local import LocalArrays, LocalModule, LocalRound
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
@@ -174,6 +174,9 @@ class WorkerSession(Session):
         place: the rank of this worker, and the place of its run.
         seed: seed of the order in which `shard` shuffles, the same on all workers.
         host: coordinator and servers, if this process runs them for all workers; waited for at the end.
+
+    Attributes:
+        ahead: minibatches that a trainer takes before it uses them.
     """
 
     def __init__(self, place: WorkerPlacement, seed: int, host: Host | None = None) -> None:
@@ -185,6 +188,7 @@ class WorkerSession(Session):
         self._connection = RunConnection(place, self._log, self._registered, host)
         self._resume_point = ResumePoint(place.steps_before())
         self._samples = SampleCount()
+        self.ahead = Ahead()
         self._takeover = Takeover(
             self._next_step,
             Roster(place.world_size),
@@ -215,6 +219,11 @@ class WorkerSession(Session):
     def world_size(self) -> int:  # type: ignore[override]  # a group may change
         """Number of workers: of a group, those that make the present round."""
         return len(self._takeover.roster.now)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether all workers have the same parameters after each step."""
+        return self._averages_gradients
 
     @property
     @override
@@ -529,6 +538,7 @@ class WorkerSession(Session):
             self._ask,
             self._stream_ends,
             place,
+            self.ahead,
         )
         made = part_of(data, part)
         if isinstance(made, ShardedLoader) and made.is_dealt:
