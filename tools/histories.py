@@ -164,7 +164,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, gs.Strategy] = {
     "synchronous, backup": gs.Synchronous(backup=1),
     "synchronous, median": gs.Synchronous(aggregate="median", overlap=False),
-    "downpour, warm": gs.Downpour(warm_start=4),
     "downpour, 5 and 3": gs.Downpour(push_every=5, fetch_every=3, overlap=False),
     "local-sgd, delayed": gs.LocalSGD(every=4, delay=1),
     "allreduce, ring": gs.AllReduce(algorithm="ring"),

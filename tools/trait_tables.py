@@ -34,7 +34,6 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     '`allreduce`, `exchange="torch"`': ("allreduce", {"exchange": "torch"}),
     "`local-sgd`, `delay`": ("local-sgd", {"delay": 1}),
     "`downpour`, `significance`": ("downpour", {"significance": 0.1}),
-    "`downpour`, `warm_start`": ("downpour", {"warm_start": 1}),
 }
 """Options of strategies that change what goes with them."""
 

@@ -136,7 +136,6 @@ def _queue(again: bool) -> Ledger:
         ledger.leases.hand_out(2, 1)
         ledger.lost(2)
         ledger.refuse(ledger.leases.hand_out(0, 2)[1], 2)
-        ledger.leases.open(1, to_all=True)
     return ledger
 
 
@@ -165,7 +164,6 @@ def test_what_workers_have_is_in_the_rows_of_the_ledger(monkeypatch: pytest.Monk
         ("downpour", {"shares": "measured"}),
         ("synchronous", {"shares": "measured", "batch_size": 4}),
         ("synchronous", {"strategy": gs.Synchronous(backup=1)}),
-        ("downpour", {"strategy": gs.Downpour(warm_start=12)}),
         ("allreduce", {"servers": None}),
     ],
 )

@@ -79,7 +79,6 @@ VARIANTS: Mapping[str, gs.Strategy] = {
     "sharded": gs.AllReduce(sharded=True),
     "torch": gs.AllReduce(exchange="torch"),
     "significance": gs.Downpour(significance=0.1),
-    "warm start": gs.Downpour(warm_start=3),
     "local momentum": gs.Downpour(local_momentum=0.5),
     "delayed": gs.LocalSGD(every=2, delay=1),
     "fragments": gs.StreamingDiLoCo(every=2, fragments=2),

@@ -24,7 +24,6 @@ from gradstream.recording import (
     Read,
     SnapshotReached,
     Summed,
-    TrainsAlone,
     read_log,
 )
 from gradstream.recording.entries import Entry, decode, encode
@@ -48,7 +47,6 @@ ENTRIES: list[Entry] = [
     BatchesAssigned((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False),
     BatchesAssigned((), complete=True),
     SnapshotReached(129, ends=True),
-    TrainsAlone(12, alone=True),
     Closed(),
 ]
 

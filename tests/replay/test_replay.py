@@ -62,7 +62,6 @@ STRATEGIES = [
     gs.strategies.DCASGD(),
     gs.DiLoCo(every=5),
     gs.StreamingDiLoCo(every=5, fragments=2),
-    gs.Downpour(warm_start=20),
     gs.Downpour(significance=0.01, block_elems=8),
 ]
 

@@ -102,7 +102,6 @@ def test_a_worker_is_replaced_at_any_instant(strategy: gs.Strategy) -> None:
         gs.DiLoCo(every=2),
         gs.StreamingDiLoCo(every=4, fragments=2),
         gs.LocalSGD(every=2),
-        gs.Downpour(warm_start=8),
     ],
     ids=str,
 )

@@ -107,7 +107,6 @@ _ENTRIES = b"".join(
         entries.BatchesAssigned((BatchRef(0, 1, 2),), True),
         entries.SnapshotReached(4, False),
         entries.Changed("keep", (0, 1), 3, 4, ((0, 1), (2, 3))),
-        entries.TrainsAlone(1, alone=True),
         entries.Decided(5, (0, 2), ((0, 1),)),
         entries.Closed(),
     )

@@ -49,7 +49,6 @@ from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import MAX_COUNT, receipt_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
-from gradstream.coordinator.warm_start import WarmStart
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import QueuePlan
 from gradstream.data.leases import Copy, Unassigned
@@ -315,7 +314,6 @@ class AssignmentReplies(Lead):
     Args:
         assignment: hands them out; None if workers go through rounds, or bring their own data.
         ledger: the minibatches of the run.
-        warm_start: lets one worker train alone; None if all train from the beginning.
         nodes: the members.
         life: no answer waits in a run that is over.
         snapshots: a run that ends early hands out nothing more.
@@ -333,20 +331,18 @@ class AssignmentReplies(Lead):
         self,
         assignment: BatchAssignment | None,
         ledger: Ledger | OpenLedger,
-        warm_start: WarmStart | None,
         nodes: Nodes,
         life: Lifecycle,
         snapshots: SnapshotRounds,
     ) -> None:
         self._assignment = assignment
         self._ledger = ledger
-        self._warm_start = warm_start
         self._nodes = nodes
         self._life = life
         self._snapshots = snapshots
         self._asked: dict[str, int] = {}  # by worker, the number of its newest request
         self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # its newest answered request, and the answer
-        self._present: tuple[list[v1.Node], str, list[int]] = ([], "", [])  # see `_active`
+        self._present: tuple[list[v1.Node], list[int]] = ([], [])  # see `_active`
 
     @override
     def durable(self) -> dict[str, object]:
@@ -390,8 +386,7 @@ class AssignmentReplies(Lead):
     ) -> v1.Assigned | None:
         if self._snapshots.ending:
             return v1.Assigned(complete=True)
-        active, lets = self._active, self._warm_start is None or self._warm_start.lets(node)
-        refs = assignment.block(node.rank, active, request.in_hand, at_s) if lets else ()
+        refs = assignment.block(node.rank, self._active, request.in_hand, at_s)
         complete = not refs and (self._ledger.finished or self._life.over)
         if request.wait and not refs and not complete:
             return None
@@ -401,7 +396,7 @@ class AssignmentReplies(Lead):
     @property
     def _active(self) -> list[int]:
         """Ranks of the workers that are in and take part: the same list as long as they are the same."""
-        workers, alone = self._nodes.workers, self._warm_start.alone if self._warm_start is not None else ""
-        if self._present[0] is not workers or self._present[1] != alone:
-            self._present = workers, alone, [node.rank for node in workers if alone in ("", node.name)]
-        return self._present[2]
+        workers = self._nodes.workers
+        if self._present[0] is not workers:
+            self._present = workers, [node.rank for node in workers]
+        return self._present[1]

@@ -28,7 +28,6 @@ from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import SkippedParts, StandIns
 from gradstream.coordinator.stopping import Until
-from gradstream.coordinator.warm_start import WarmStart
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.runtime.deadlines import Deadlines
@@ -47,7 +46,6 @@ class CoordinatorPlan:
         balance: decides the shares of a round by measured speed; None leaves them as planned.
         assignment: hands out minibatches to workers that ask; None if workers go through rounds, or bring
             their own data.
-        warm_start: one worker trains alone until so many samples are in the model.
         policy: when checkpoints are made; None makes none, not even when the run is stopped.
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
         resume: the checkpoint from which a resumed run continues; None for a new run.
@@ -67,7 +65,6 @@ class CoordinatorPlan:
     losses: LossTolerance
     balance: ShareBalance | None = None
     assignment: BatchAssignment | None = None
-    warm_start: float = 0.0
     policy: Policy | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     resume: Resume | None = None
@@ -102,9 +99,6 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         by_decisions=losses.quorum is not None,
     )
     life = Lifecycle(started, nodes, progress, snapshots, losses, plan.boundary, plan.successor)
-    warm_start: WarmStart | None = None
-    if plan.warm_start and isinstance(ledger, Ledger):
-        warm_start = WarmStart(plan.warm_start, progress, nodes, ledger.leases)
     leads: list[Lead | None] = [
         # New shards first: if every snapshot were due at once, the shards would never change.
         Resharding(
@@ -131,13 +125,12 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
         orphans,
         StandIns(nodes, progress, hands_over=not losses.regroups) if losses.stands_in else None,
         SkippedParts(ledger) if losses.skips_lost and isinstance(ledger, Ledger) else None,
-        warm_start,
         QuorumDecisions(progress, started.workers) if losses.quorum is not None else None,
         nodes,
         admission,
         # After everything that puts minibatches into the model.
         snapshots,
-        AssignmentReplies(plan.assignment, ledger, warm_start, nodes, life, snapshots),
+        AssignmentReplies(plan.assignment, ledger, nodes, life, snapshots),
         Shares(plan.balance, ledger, nodes),
         None if plan.link_choice is None else ExchangeChoice(plan.link_choice, life, admission),
         None if test is None else GrowingBatches(test, plan.present, life, progress, nodes),

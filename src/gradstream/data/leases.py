@@ -156,7 +156,7 @@ class Leases:
         in_passes: as given.
     """
 
-    KEPT = ("_leased", "_again", "_refused", "_lost", "_waiting")
+    KEPT = ("_leased", "_again", "_refused", "_lost")
     """See `coordinator.durable.state`."""
 
     CACHES = ("_changes",)
@@ -174,7 +174,6 @@ class Leases:
         self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
         self._refused: set[tuple[int, int]] = set()  # minibatches whose gradient was refused
         self._lost: set[int] = set()
-        self._waiting: set[int] = set()
         self._changes = 0  # see `version`
 
     # ---- what a worker can get, and gets ------------------------------------------------
@@ -228,7 +227,7 @@ class Leases:
             if k is None or not self._is_open(number, taker):
                 continue
             epoch: float = self._plan.nth(number, k).epoch
-            if not (self._plan.seekable or number == taker or number in self._lost | self._waiting):
+            if not (self._plan.seekable or number == taker or number in self._lost):
                 epoch = math.inf  # after everything else
             rank = epoch, int(number != taker), -sequence.num_free()
             if best is None or rank < best[0]:
@@ -237,7 +236,7 @@ class Leases:
 
     def _is_open(self, number: int, taker: int) -> bool:
         """Whether a worker may get minibatches of a sequence."""
-        return self.helping or number == taker or number in self._lost or number in self._waiting
+        return self.helping or number == taker or number in self._lost
 
     def _is_ahead(self, k: int) -> bool:
         """Whether a minibatch of the one sequence belongs to an epoch before which receipts are missing."""
@@ -265,8 +264,8 @@ class Leases:
         return [copy for copy, *others in holders.values() if not others]
 
     def takes(self, rank: int) -> bool:
-        """Whether a worker may get minibatches at all: it is neither lost, nor waits."""
-        return rank not in self._lost and rank not in self._waiting
+        """Whether a worker may get minibatches at all: it is not lost."""
+        return rank not in self._lost
 
     def hand_out_copy(self, taker: int, copy: Copy) -> BatchRef:
         """Assigns one of `copies` to a worker, too."""
@@ -343,10 +342,6 @@ class Leases:
     def rejoined(self, rank: int) -> None:
         """Lets a lost worker take part again, as a new process that has no minibatches yet."""
         self._lost.discard(rank)
-
-    def open(self, rank: int, *, to_all: bool) -> None:
-        """Lets all workers have minibatches of a worker's own sequence, as long as that one waits."""
-        (self._waiting.add if to_all else self._waiting.discard)(rank)
 
     def _take_back(self, rank: int) -> int:
         self._changes += 1

@@ -410,12 +410,6 @@ class RunPlan:
         return Outer(self.served.outer_optimizer(self.optimizer))
 
     @property
-    def warm_start(self) -> float:
-        """Samples of the run through which one worker trains alone, before the others begin."""
-        samples = self.job.data.num_samples if self.served is not None else None
-        return 0.0 if self.served is None or samples is None else self.served.alone_for(samples)
-
-    @property
     def by_name(self) -> bool:
         """Whether the update rule needs the names of parameters: for settings of some, or for shapes."""
         return bool(self.groups) or isinstance(self.optimizer, ByShape)

@@ -166,7 +166,6 @@ def _of_servers(strategy: ServerStrategy, workers: int, named: str) -> _Found:
     yield "significance", strategy.rows(False) is not None, f"the rows of {named}"
     yield "touched rows", strategy.rows(True) is not None, named
     yield "fragments", strategy.fewest_chunks > 1, f"{strategy.fewest_chunks} fragments of {named}"
-    yield "warm start", strategy.alone_for(1), f"the warm start of {named}"
 
 
 def _of_rule(optimizer: Optimizer, strategy: Strategy) -> _Found:

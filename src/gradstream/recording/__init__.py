@@ -11,7 +11,6 @@ from gradstream.recording.entries import (
     Read,
     SnapshotReached,
     Summed,
-    TrainsAlone,
 )
 from gradstream.recording.log import (
     FOLDER,
@@ -40,7 +39,6 @@ __all__ = [
     "Read",
     "SnapshotReached",
     "Summed",
-    "TrainsAlone",
     "differences",
     "origin_of",
     "read_log",

@@ -122,19 +122,6 @@ class SnapshotReached:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainsAlone:
-    """A worker began or ended to train alone, in a warm start (by the worker).
-
-    Args:
-        begun: number of minibatches that the worker had begun before.
-        alone: it trains alone from there on.
-    """
-
-    begun: int
-    alone: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Decided:
     """A quorum leader chose the workers whose contributions make the update of a round (written by a shard).
 
@@ -152,19 +139,10 @@ class Closed:
 
 
 Entry: TypeAlias = (
-    Pushed
-    | FetchAsked
-    | Read
-    | Summed
-    | BatchesAssigned
-    | SnapshotReached
-    | Closed
-    | Changed
-    | TrainsAlone
-    | Decided
+    Pushed | FetchAsked | Read | Summed | BatchesAssigned | SnapshotReached | Closed | Changed | Decided
 )
 
-PUSHED, ASKED, READ, SUMMED, ASSIGNED, REACHED, CLOSED, CHANGED, ALONE, DECIDED = range(1, 11)
+PUSHED, ASKED, READ, SUMMED, ASSIGNED, REACHED, CLOSED, CHANGED, DECIDED = range(1, 10)
 KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
 MAX_SHIFT = 63
 FLAG = 0x10
@@ -209,8 +187,6 @@ def encode(entry: Entry) -> bytes:
         case Decided():
             pairs = [number for pair in entry.chunk_times for number in pair]
             return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
-        case TrainsAlone():
-            return _bytes(ALONE | FLAG * entry.alone, (entry.begun,))
 
 
 def decode(data: bytes, name: str = "a recording") -> Iterator[Entry]:
@@ -261,16 +237,13 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             flat, at = _numbers(data, at, num_pairs)
             pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
             return Changed(KINDS[which], tuple(ranks), clock, new_clock, pairs), at
-        case 10:
+        case 9:
             (round_, num_ranks, num_pairs), at = _numbers(data, at, 3)
             ranks, at = _numbers(data, at, num_ranks)
             flat, at = _numbers(data, at, num_pairs)
             return Decided(round_, tuple(ranks), tuple(zip(flat[::2], flat[1::2], strict=True))), at
-        case 9:
-            (begun,), at = _numbers(data, at, 1)
-            return TrainsAlone(begun, first), at
         case other:
-            raise ValueError(f"it is of kind {other}, expected 1 to 10")
+            raise ValueError(f"it is of kind {other}, expected 1 to 9")
 
 
 def _signed(number: int) -> int:

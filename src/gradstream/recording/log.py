@@ -34,7 +34,7 @@ FOLDER = "recording"
 JOB_FILE = "job.json"
 """File beside the parts, with the name of the job file and its SHA-256."""
 
-FORMAT = 3
+FORMAT = 4
 BLOCK_BYTES = 1 << 16
 """A block is written when its entries have so many bytes, or when its node calls `flush`."""
 HEAD_BYTES = 8

@@ -26,7 +26,6 @@ SLOWER = 1.2
 Kind: TypeAlias = Literal[
     "nothing",
     "evaluation",
-    "paused",
     "checkpoints",
     "slow worker",
     "late worker",

@@ -16,12 +16,10 @@ from gradstream.report.staleness import StalenessRow, staleness_by
 from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.report.summary import begin_s, carriers_of, summary_of
 from gradstream.report.worker_figures import (
-    CHANGES,
     WorkerFigures,
     attributed,
     by_node,
     cpu_s_of,
-    pauses_of,
     rank_order,
     total_of,
     workers_of,
@@ -120,13 +118,12 @@ def figures_of(events: Sequence[EventDict]) -> RunFigures:
     nodes = _nodes(by_kind)
     steps = by_kind["step"] = attributed(by_kind["step"])
     end_s = max((event["time_s"] for event in (*steps, *by_kind["finished"])), default=0.0)
-    pauses = pauses_of([event for event in events if event["event"] in CHANGES], end_s)
     return RunFigures(
         summary=summary_of(events),
         status=status_of(events),
         begin_s=begin_s(steps),
         end_s=end_s,
-        workers=workers_of(by_kind, pauses),
+        workers=workers_of(by_kind),
         shards=_shards(by_kind),
         links=_links(by_kind["link"]),
         nodes=nodes,

@@ -14,7 +14,6 @@ from html import escape
 from gradstream.report.charts import time_text
 from gradstream.report.figures import RunFigures
 from gradstream.report.summary import begin_s
-from gradstream.report.worker_figures import CHANGES, pauses_of
 from gradstream.telemetry.events import GROUP, EventDict
 
 # ---- timeline ----------------------------------------------------------------------------
@@ -66,7 +65,7 @@ class StepSpan:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The time of a push, a fetch, an evaluation or a pause."""
+    """The time of a push, a fetch, or an evaluation."""
 
     begin_s: float
     end_s: float
@@ -81,7 +80,6 @@ class TimelineLane:
     pushes: tuple[Band, ...]
     fetches: tuple[Band, ...]
     evaluations: tuple[Band, ...] = ()
-    pauses: tuple[Band, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +111,8 @@ def lanes_of(
     """
     steps: defaultdict[int, list[EventDict]] = defaultdict(list)
     bands: defaultdict[tuple[str, str], list[Band]] = defaultdict(list)
-    changes: list[EventDict] = []
     for event in events:
-        if event["event"] in CHANGES:
-            changes.append(event)
-        elif event["event"] == "step":
+        if event["event"] == "step":
             steps[event["rank"]].append(event)
         elif event["event"] == "transfer":
             span = Band(event["time_s"] - event["seconds"], event["time_s"])
@@ -131,7 +126,6 @@ def lanes_of(
     names = {rank: steps[rank][0]["node"] for rank in shown}
     evaluated = [band.end_s for name in names.values() for band in bands[name, "evaluation"]]
     end_s = max([*(step["time_s"] for step in every), *evaluated], default=0.0)
-    pauses = pauses_of(changes, end_s)
     lanes = [
         TimelineLane(
             name,
@@ -139,7 +133,6 @@ def lanes_of(
             tuple(_fewer(bands[name, "push"], merged)),
             tuple(_fewer(bands[name, "fetch"], merged)),
             tuple(bands[name, "evaluation"]),
-            tuple(Band(*span) for span in pauses.get(name, ())),
         )
         for rank, name in names.items()
     ]
@@ -259,8 +252,6 @@ def keys(figures: RunFigures, styles: Styles) -> str:
     entries.append(("rest", "waiting, nobody named"))
     if any(worker.evaluate_s for worker in figures.workers):
         entries.append(("evaluate", "evaluating"))
-    if any(worker.paused_s for worker in figures.workers):
-        entries.append(("paused", "paused"))
     return "".join(f'<span><i class="{style}"></i>{escape(text)}</span>' for style, text in entries)
 
 
@@ -315,8 +306,6 @@ def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styl
         x, wide = (begin_s - origin_s) * scale, (end_s - begin_s) * scale
         paths[style].append(f"M{x:.1f} {y:g}h{wide:.1f}v{high:.4g}h{-wide:.1f}z")
 
-    for band in lane.pauses:
-        rectangle("paused", max(origin_s, band.begin_s), band.end_s, top, STEP)
     for span in lane.steps:
         rectangle("compute", span.begin_s, span.end_s, top, STEP)
     for span in lane.steps:

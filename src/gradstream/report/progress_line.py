@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from gradstream.report.worker_figures import phase_text, relay_text, warm_start_text
+from gradstream.report.worker_figures import phase_text, relay_text
 from gradstream.untrusted import escaped, lose_stderr
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOGGED_SHOWN = 4
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
 
-_TEXTS = {"warm_start": warm_start_text, "phase": phase_text, "relay": relay_text}
+_TEXTS = {"phase": phase_text, "relay": relay_text}
 """Events that other messages report, too, in the same words."""
 
 
@@ -77,7 +77,6 @@ class _Members:
 
     expected: int = 0
     workers: set[str] = field(default_factory=set)
-    paused: set[str] = field(default_factory=set)  # waiting for the warm start of another
     known: set[str] = field(default_factory=set)  # nodes that have joined, even if lost since
     gone: set[str] = field(default_factory=set)  # nodes that have left or were lost, and are not back
     back: bool = False  # whether the node that joined last was known
@@ -100,10 +99,8 @@ class _Members:
 
     def __str__(self) -> str:
         machines = len({machine for node, machine in self.machines.items() if node not in self.gone})
-        paused = len(self.paused & self.workers)
         on = f" on {machines + 1} machines" if machines else ""
-        pauses = f" ({paused} wait)" if paused else ""
-        return f"{len(self.workers)}/{self.expected} workers{on}{pauses}"
+        return f"{len(self.workers)}/{self.expected} workers{on}"
 
 
 @dataclass(slots=True)
@@ -168,15 +165,12 @@ class ProgressLine:
             case "phase":
                 self.total_steps = event["total_steps"]
                 self._members.expected, self._by_round = event["workers"], event["in_rounds"]
-                self._members.paused = set()
             case "joined":
                 self._members.joined(event["who"])
             case "machine" if event["state"] == "joined":
                 self._members.machines.update(dict.fromkeys(event["nodes"], event["who"]))
             case "left":
                 self._members.left(event["who"], lost=event["lost"])
-            case "warm_start":
-                self._members.paused = set(event["waiting"])
             case "resumed":
                 self.step = self._resumed_at = event["step"]
             case "step":
@@ -199,7 +193,7 @@ class ProgressLine:
 
     def _notice(self, event: EventDict) -> str:
         match event["event"]:
-            case "warm_start" | "phase" | "relay" as kind:
+            case "phase" | "relay" as kind:
                 return _TEXTS[kind](event)
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])

@@ -13,8 +13,8 @@ A gradient takes wall time, part of which is CPU time. If the two differ much, t
 worker: other processes use its cores, or its disk is slow (see `report.cause`). Everything else on such a machine,
 including waiting, is slower in the same proportion.
 
-Two reasons come first if they take longer than all others: the worker that evaluates does not train meanwhile, and a
-a warm start or checkpoints may hold workers up.
+Two reasons come first if they take longer than all others: the worker that evaluates does not train meanwhile, and
+checkpoints may hold workers up.
 """
 
 from __future__ import annotations
@@ -93,14 +93,7 @@ def _for_pauses(run: SlowRun, waiting: float) -> Reason | None:
     evaluator = max(workers, key=lambda worker: worker.evaluate_s)
     if len(workers) > 1 and evaluator.evaluate_s >= NOTABLE * seconds:
         return _for_evaluation(run, evaluator)
-    scheduled = statistics.mean(worker.paused_s for worker in workers) / seconds
     checkpoints = figures.checkpoint_pause_s / seconds
-    if scheduled >= max(NOTABLE, checkpoints, (1 - scheduled) * waiting):
-        return Reason(
-            "paused",
-            f"Workers wait {scheduled:.0%} of their time for the warm start of another.",
-            "A shorter warm start.",
-        )
     if checkpoints >= max(NOTABLE, (1 - checkpoints) * waiting):
         return Reason(
             "checkpoints",
@@ -196,6 +189,5 @@ def _computing(run: SlowRun) -> Reason:
 
 
 def _idle(figures: RunFigures, worker: WorkerFigures) -> float:
-    """The share of the run in which a worker neither makes steps nor is paused."""
-    used_s = worker.total_s + worker.paused_s
-    return max(0.0, 1 - used_s / figures.seconds) if figures.seconds > 0 else 0.0
+    """The share of the run in which a worker makes no steps."""
+    return max(0.0, 1 - worker.total_s / figures.seconds) if figures.seconds > 0 else 0.0

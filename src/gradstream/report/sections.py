@@ -140,9 +140,8 @@ def workers(figures: RunFigures, styles: Styles) -> str:
     """A table of how each worker spent its time."""
     rows, seconds = [], figures.seconds or 1.0
     shards = {shard.name for shard in figures.shards}
-    with_pauses = any(worker.paused_s for worker in figures.workers)
     for worker in figures.workers:
-        used_s = worker.total_s + worker.evaluate_s + worker.paused_s
+        used_s = worker.total_s + worker.evaluate_s
         per_sample = worker.compute_s_per_sample
         rows.append(
             [
@@ -153,17 +152,14 @@ def workers(figures: RunFigures, styles: Styles) -> str:
                 shares(_parts(worker, styles), title=f"Where the time of {worker.name} went"),
                 f"{worker.compute_s / worker.total_s:.0%}" if worker.total_s else "",
                 f"{worker.evaluate_s / seconds:.0%}",
-                *([f"{worker.paused_s / seconds:.0%}"] if with_pauses else []),
                 f"{max(0.0, 1 - used_s / seconds):.0%}",
                 escape(_waits(worker, shards)),
                 ", ".join("–" if s is None else time_text(s) for s in (worker.push_s, worker.fetch_s)),
             ]
         )
     head = ["worker", ">steps", ">samples", ">per sample", "its steps", ">computing", ">evaluating"]
-    head += [*([">paused"] if with_pauses else []), ">idle", "waited for", ">a push, a fetch"]
+    head += [">idle", "waited for", ">a push, a fetch"]
     about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
-    if with_pauses:
-        about += " A paused worker waits while another makes the warm start."
     return section("Workers", _table(head, rows, about))
 
 

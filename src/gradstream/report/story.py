@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradstream.report.worker_figures import alone_text, phase_text, relay_text, warm_start_text
+from gradstream.report.worker_figures import alone_text, phase_text, relay_text
 from gradstream.telemetry.events import EventDict
 
 # ---- story -------------------------------------------------------------------------------
@@ -71,14 +71,12 @@ def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
 
 
 def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
-    """Machines, a warm start, phases, checkpoints, stops and resumptions."""
+    """Machines, phases, checkpoints, stops and resumptions."""
     moments = []
     for event in by_kind["machine"]:
         why = f": {event['reason']}" if event["reason"] else ""
         text = f"{event['who']} at {event['address']} {event['state']}{why}"
         moments.append(Moment(event["time_s"], "machine", text))
-    for event in by_kind["warm_start"]:
-        moments.append(Moment(event["time_s"], "warm_start", warm_start_text(event)))
     for event in by_kind["relay"]:
         if text := relay_text(event):
             moments.append(Moment(event["time_s"], "relay", text))

@@ -63,7 +63,6 @@ class WorkerFigures:
         waited_for: seconds of `wait_s` by node; its own name stands for sums and local steps.
         push_s, fetch_s: mean seconds of a push and of a fetch; None if none was reported.
         evaluate_s: seconds in evaluations on held-out samples, between steps.
-        paused_s: seconds for which it waited for the warm start of another.
         read_s: seconds of reading samples, in gradients or before them.
         cpu_s: CPU seconds of gradients; None if not measured.
         queued_s: seconds in which its arithmetic thread could run but had no core; None if not measured.
@@ -80,7 +79,6 @@ class WorkerFigures:
     push_s: float | None
     fetch_s: float | None
     evaluate_s: float = 0.0
-    paused_s: float = 0.0
     read_s: float = 0.0
     cpu_s: float | None = None
     queued_s: float | None = None
@@ -110,14 +108,11 @@ class WorkerFigures:
         return self.compute_s / self.samples if self.samples else None
 
 
-def workers_of(
-    by_kind: Mapping[str, Sequence[EventDict]], pauses: Mapping[str, Sequence[tuple[float, float]]]
-) -> tuple[WorkerFigures, ...]:
+def workers_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[WorkerFigures, ...]:
     """The figures of each worker, by rank.
 
     Args:
         by_kind: events by their name; the steps are `attributed`.
-        pauses: by worker, when it waited for the warm start of another.
     """
     steps = by_node(by_kind["step"])
     durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -144,7 +139,6 @@ def workers_of(
                 push_s=mean_of(durations[name, "push"]),
                 fetch_s=mean_of(durations[name, "fetch"]),
                 evaluate_s=evaluating[name],
-                paused_s=math.fsum(end_s - begin_s for begin_s, end_s in pauses.get(name, ())),
                 read_s=math.fsum(step.get("read_s", 0.0) for step in own),
                 **_machine(cpu[name]),
             )
@@ -172,41 +166,8 @@ def _machine(events: Sequence[EventDict]) -> dict[str, Any]:
     }
 
 
-# ---- pauses ------------------------------------------------------------------------------
-# When which workers waited for a warm start, and so were neither slow nor lost nor idle; changes of a run in words.
-
-
-CHANGES = ("resumed", "phase", "warm_start")
-"""Kinds of events that end a wait, in the order in which the beginning of a phase brings them."""
-
-
-def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:
-    """When each worker waited for the warm start of another, by name, in seconds.
-
-    Args:
-        changes: events of the kinds `CHANGES`, in the order of time. Nobody waits behind a boundary, unless a
-            "warm_start" event of the new phase says so.
-        end_s: end of the run.
-    """
-    pauses: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    ends = [*(event["time_s"] for event in changes[1:]), end_s]
-    for event, until_s in zip(changes, ends, strict=False):
-        begin_s = event["time_s"]
-        for name in event.get("waiting", ()):
-            if until_s <= begin_s:
-                continue
-            continues = pauses[name] and pauses[name][-1][1] == begin_s
-            pauses[name].append((pauses[name].pop()[0] if continues else begin_s, until_s))
-    return pauses
-
-
-def warm_start_text(event: EventDict) -> str:
-    """A "warm_start" event in words: "warm start: worker-0 trains alone, 3 workers wait"."""
-    waiting = event["waiting"]
-    if not event["alone"]:
-        return "the warm start is over: all workers train"
-    others = waiting[0] if len(waiting) == 1 else f"{len(waiting)} workers"
-    return f"warm start: {event['alone']} trains alone, {others} wait{'s' if len(waiting) == 1 else ''}"
+# ---- texts -------------------------------------------------------------------------------
+# Changes of a run in words.
 
 
 def relay_text(event: EventDict) -> str:

@@ -144,7 +144,6 @@ def _membership(
             losses=losses_of(plan, spread=spread),
             balance=balance,
             assignment=assignment,
-            warm_start=plan.warm_start,
             policy=plan.policy,
             deadlines=deadlines,
             resume=plan.resume,

@@ -6,14 +6,12 @@ plan again; nodes that are threads or simulated share the launcher's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.data.base import DataProgress
-from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError
 from gradstream.job.code import find_function
 from gradstream.job.job import Job, strategy_of
@@ -46,10 +44,7 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     job = measured_first(job)
     if job.phases:
         return _plan_phases(job, run_id, resume, keeps)
-    plan = _plan_job(job, run_id, resume, keeps)
-    if resume is None:
-        _check_warm_starts([plan])
-    return plan
+    return _plan_job(job, run_id, resume, keeps)
 
 
 def plan_at(plan: RunPlan, resume: Resume | None) -> RunPlan:
@@ -62,7 +57,6 @@ def _plan_phases(job: Job, run_id: str, resume: Resume | None, keeps: bool) -> R
     no_disk = {} if keeps else {"no disk": "a shape-only simulation"}
     refuse({**traits_of_job(job), **no_disk})
     every = tuple(_plan_phase(job, run_id, JobPhase(number), None) for number in range(len(job.phases)))
-    _check_warm_starts(every)
     for number, one in enumerate(job.phases):
         if one.strategy == AUTO:  # what it may become has to be possible too
             _plan_phase(job, run_id, JobPhase(number, chosen=Chosen(every=2, codec="int8").as_json()), None)
@@ -171,28 +165,6 @@ def _plan_job(
                 "from gradstream.server.aggregation.AggregationRule"
             )
     return plan
-
-
-def _check_warm_starts(plans: Sequence[RunPlan]) -> None:
-    """Raises ConfigError where a warm start, which counts from the beginning of the run, outlasts its phase.
-
-    Args:
-        plans: those of the run's phases, as if each were the first; or the one of a job without phases.
-    """
-    total, end = 0, "the run"
-    for plan in plans:
-        ledger = plan.ledger()
-        samples = ledger.total_samples if isinstance(ledger, Ledger) else None
-        if samples is None:
-            return
-        total += samples
-        if plan.phase.number:
-            end = f"the run up to the end of phases[{plan.phase.number}]"
-        if 0 < plan.warm_start >= total:
-            raise ConfigError(
-                f"{plan.strategy}: the warm start takes all {total:,} samples of {end}, so nothing is left for all "
-                "workers together; shorten it, or make the run longer"
-            )
 
 
 def _check_procedure(plan: RunPlan, resume: Resume) -> None:

@@ -357,10 +357,7 @@ class ServerWorker(Worker, Protocol):
 
     @property
     def since(self) -> int:
-        """Number of minibatches that this worker has finished since it began, or ended to train alone.
-
-        All of its earlier minibatches are in the model.
-        """
+        """Number of minibatches that this worker has finished since it began."""
         ...
 
     @property
@@ -376,11 +373,6 @@ class ServerWorker(Worker, Protocol):
     @property
     def versions(self) -> Sequence[int]:
         """The version that this worker has fetched last, by chunk of the flat vector."""
-        ...
-
-    @property
-    def alone(self) -> bool:
-        """Whether this worker trains alone in this minibatch, in a warm start: see `ServerStrategy.alone_for`."""
         ...
 
     @property

@@ -42,7 +42,7 @@ from gradstream.strategies.together import StaleGradients
 
 @dataclass(frozen=True, slots=True)
 class AsySG(StaleGradients):
-    """Plain asynchronous SGD; see the module. A warm start is an option of `AsynchronousStrategy`.
+    """Plain asynchronous SGD; see the module.
 
     Args:
         gradients: M, the number of gradients in an update, at least 1.
@@ -59,7 +59,6 @@ class AsySG(StaleGradients):
     plain: ClassVar[Mapping[str, object] | None] = {"gradients": 1}
 
     def __post_init__(self) -> None:
-        StaleGradients.__post_init__(self)
         check_count("AsySG", "gradients", self.gradients, "gradients")
 
     @property

@@ -250,15 +250,6 @@ class ServerStrategy(Strategy):
         del tables
         return None
 
-    def alone_for(self, num_samples: int) -> float:
-        """Samples of the run through which one worker trains alone, before the others begin; 0 for none.
-
-        Args:
-            num_samples: samples of a data epoch.
-        """
-        del num_samples
-        return 0.0
-
 
 class GroupStrategy(Strategy):
     """The base of strategies whose workers sum their gradients in a group, and make each update themselves."""

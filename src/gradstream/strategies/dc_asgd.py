@@ -87,7 +87,7 @@ class Compensation:
 
 @dataclass(frozen=True, slots=True)
 class DCASGD(StaleGradients):
-    """Delay-compensated asynchronous SGD; see the module. A warm start is an option of `AsynchronousStrategy`.
+    """Delay-compensated asynchronous SGD; see the module.
 
     Args:
         adaptive: True lets λ follow the size of the gradients, element by element (DC-ASGD-a); with False it is
@@ -113,7 +113,6 @@ class DCASGD(StaleGradients):
     plain: ClassVar[Mapping[str, object] | None] = {"overlap": False}
 
     def __post_init__(self) -> None:
-        StaleGradients.__post_init__(self)
         if self.strength is not None:
             check_not_negative("DCASGD", "strength", self.strength)
         if not 0 <= self.decay < 1:

@@ -21,7 +21,6 @@ local steps are steps of SGD. A rule with state (momentum on the server, Adagrad
 sum, at γ. AdamW takes its decay off the parameters, so the decay comes once an update. α is η, or `local_lr`,
 which follows the schedule; a group of parameters multiplies α and γ by its `lr_scale`.
 
-In a warm start one replica trains alone first. It makes no local steps, so it is plain SGD by the server's rule.
 
 Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 and §4.1.
 Different here: a push is due after step n_push - 1, not before step 0, so that a fetch finds the worker's own
@@ -34,12 +33,9 @@ docs/strategies/downpour.md).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
-
-from typing_extensions import override
 
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
@@ -52,35 +48,12 @@ from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.base import RowExchange, ServerStrategy, check_count, check_not_negative
 from gradstream.wire.chunks import MAX_CHUNK_ELEMS
 
-# ---- warm start --------------------------------------------------------------------------
-# One worker trains alone until `warm_start` samples are in the model; the others wait for their first minibatch.
-#
-# Alone, a worker fetches before each gradient and pushes after it, and goes through all of the data in the order of a
-# run with one node. Where every push is an update, that is plain SGD by the server's update rule. The rule's state
-# (the sums of Adagrad) goes on when the others begin.
-#
-# Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, §4.1, in one sentence.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AsynchronousStrategy(ServerStrategy):
-    """The base of strategies in which no worker waits for another, so that the others can begin after the first.
-
-    Args:
-        warm_start: one worker trains alone first, through so many samples, or data epochs ("0.5epochs"); 0: none does.
-    """
-
-    warm_start: int | str = 0
+    """The base of strategies in which no worker waits for another."""
 
     partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self.alone_for(num_samples=1)
-
-    @override
-    def alone_for(self, num_samples: int) -> float:
-        return _samples(f"{type(self).__name__}.warm_start", self.warm_start, num_samples)
 
     async def fetch(self, worker: ServerWorker, pending: Arrival | None, *, overlap: bool) -> Arrival | None:
         """Gives a worker the parameters of its next gradients, and returns the fetch that is pending from now on.
@@ -88,46 +61,21 @@ class AsynchronousStrategy(ServerStrategy):
         Args:
             worker: the argument of `train`.
             pending: the fetch started a period ago; None if there is none.
-            overlap: start the next fetch now, so that it travels while the worker computes. Alone, a worker never
-                does: it waits for the newest parameters.
+            overlap: start the next fetch now, so that it travels while the worker computes.
         """
         if pending is not None:
             await worker.swap_in(pending)
-        if not overlap or worker.alone:
+        if not overlap:
             await worker.pull()
             return None
-        if pending is None or (
-            worker.since == 0 and self.warm_start
-        ):  # it was started before this worker waited
+        if pending is None:
             await worker.swap_in(worker.server.fetch_soon())
         return worker.server.fetch_soon()
 
 
-def _samples(option: str, length: int | str, num_samples: int) -> float:
-    """A length in samples: 5000, "2epochs", "0.5 epochs" or "epoch"; a data epoch has `num_samples`.
-
-    Raises:
-        ConfigError: it is none of these; the message names the option.
-    """
-    if isinstance(length, int) and not isinstance(length, bool) and length >= 0:
-        return float(length)
-    if length == "epoch":
-        return float(num_samples)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?epochs?", length) if isinstance(length, str) else None
-    if found is not None and math.isfinite(float(found[1])):
-        return float(found[1]) * num_samples
-    raise ConfigError(
-        f"{option}={length!r}: expected a number of samples of at least 0, or of data epochs, such as "
-        "'2epochs' or '0.5epochs'"
-    )
-
-
-# ---- downpour ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Downpour(AsynchronousStrategy):
-    """Downpour SGD; see the module. A warm start is an option of `AsynchronousStrategy`.
+    """Downpour SGD; see the module.
 
     Args:
         push_every: n_push, in steps, at least 1.
@@ -169,7 +117,6 @@ class Downpour(AsynchronousStrategy):
     }
 
     def __post_init__(self) -> None:
-        AsynchronousStrategy.__post_init__(self)
         for name in ("push_every", "fetch_every"):
             check_count("Downpour", name, getattr(self, name), "steps")
         self._check_local_steps()
@@ -224,15 +171,11 @@ class Downpour(AsynchronousStrategy):
         """The client, Algorithm 1.1."""
         pending: Arrival | None = None
         async for batch in worker.batches():
-            alone = worker.alone
-            if alone or worker.since % self.fetch_every == 0:
+            if worker.since % self.fetch_every == 0:
                 pending = await self.fetch(worker, pending, overlap=self.overlap)
             gradient = await worker.gradient(batch)
-            if alone:
-                await worker.accumulate(gradient)
-            else:
-                await worker.local_step(gradient, self.local_lr, momentum=self.local_momentum)
-            if alone or (worker.since + 1) % self.push_every == 0:
+            await worker.local_step(gradient, self.local_lr, momentum=self.local_momentum)
+            if (worker.since + 1) % self.push_every == 0:
                 await worker.server.push_soon(worker.take_accumulated())
 
     def rows(self, tables: bool) -> RowExchange | None:

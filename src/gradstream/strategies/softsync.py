@@ -106,7 +106,7 @@ class WeightedMean(EveryN):
 
 @dataclass(frozen=True, slots=True)
 class Softsync(StaleGradients):
-    """n-softsync; see the module. A warm start is an option of `AsynchronousStrategy`.
+    """n-softsync; see the module.
 
     Args:
         splits: n, at least 1; with n of at least the number of workers, each gradient is an update.
@@ -127,7 +127,6 @@ class Softsync(StaleGradients):
     plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
 
     def __post_init__(self) -> None:
-        StaleGradients.__post_init__(self)
         check_count("Softsync", "splits", self.splits, "splits")
         check_penalty("Softsync", self.weight, self.power)
 

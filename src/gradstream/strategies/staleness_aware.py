@@ -56,7 +56,7 @@ class NewEnough(WeightedMean):
 
 @dataclass(frozen=True, slots=True)
 class StalenessAware(StaleGradients):
-    """Asynchronous SGD with a rate of α/τ; see the module. A warm start is an option of `AsynchronousStrategy`.
+    """Asynchronous SGD with a rate of α/τ; see the module.
 
     Args:
         power: p, at least 0; 0 weighs all gradients alike. Leave it out beside a function.
@@ -77,7 +77,6 @@ class StalenessAware(StaleGradients):
     plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
 
     def __post_init__(self) -> None:
-        StaleGradients.__post_init__(self)
         check_penalty("StalenessAware", self.weight, self.power)
         if self.max_delay is not None:
             check_count("StalenessAware", "max_delay", self.max_delay, "updates", other=", or None for any")

@@ -595,16 +595,6 @@ class GradientRefusedEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStartEvent(Event):
-    """One worker trains alone from now on, and others wait; or all train (coordinator)."""
-
-    name: ClassVar[str] = "warm_start"
-    alone: str  # the worker; "" once the warm start is over
-    waiting: list[str]
-    samples: int | None  # number of samples in the model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SharesEvent(Event):
     """Workers' shares of a round were measured; they hold from this round on (coordinator)."""
 

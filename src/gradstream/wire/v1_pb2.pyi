@@ -751,7 +751,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "status", "reason", "culprit", "error", "snapshot", "alone", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_boundary", "unchanged")
+    __slots__ = ("epoch", "nodes", "model", "status", "reason", "culprit", "error", "snapshot", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_boundary", "unchanged")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Status]
@@ -772,7 +772,6 @@ class Notice(_message.Message):
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    ALONE_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     STAND_INS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
@@ -791,7 +790,6 @@ class Notice(_message.Message):
     culprit: str
     error: str
     snapshot: Snapshot
-    alone: str
     revoked: _containers.RepeatedScalarFieldContainer[bytes]
     stand_ins: _containers.RepeatedCompositeFieldContainer[StandIn]
     placement: Placement
@@ -802,7 +800,7 @@ class Notice(_message.Message):
     first_epoch: int
     next_boundary: int
     unchanged: bool
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., status: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., alone: _Optional[str] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_boundary: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., status: _Optional[_Union[Notice.Status, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., error: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_boundary: _Optional[int] = ..., unchanged: bool = ...) -> None: ...
 
 class Fenced(_message.Message):
     __slots__ = ("sender", "incarnation", "redos")

@@ -3,8 +3,6 @@
 When a snapshot begins, a worker reports how many minibatches it has begun, and pauses. The coordinator tells it where
 to stop. The worker continues to that point, flushes everything that it has computed into the model, and reports. It
 then stands still until the snapshot releases it. A worker that has nothing to do stands still already.
-
-The gate also tells a worker whether it trains alone, in a warm start. Everything from before a change is in the model.
 """
 
 from __future__ import annotations
@@ -67,13 +65,9 @@ class BatchGate:
         report: sends a report to the coordinator.
         on_stand: called when a snapshot has stopped the worker, with the number of minibatches begun, and whether it
             will begin no more.
-        on_alone: called when the worker begins or ends to train alone: with the number of minibatches begun, and
-            whether it trains alone.
 
     Attributes:
         begun: number of minibatches that the worker has begun.
-        begun_before: the same when it began or ended to train alone.
-        alone: the worker trains alone, as of the minibatch that was begun last.
         flush_others: awaited before the worker stands still: flushes into the model what the other processes of its
             replica have computed. None if there are none.
     """
@@ -83,17 +77,11 @@ class BatchGate:
         worker: str,
         report: Callable[[v1.BeatReport], None],
         on_stand: Callable[[int, bool], None] = lambda begun, ends: None,
-        on_alone: Callable[[int, bool], None] = lambda begun, alone: None,
     ) -> None:
         self.begun = 0
-        self.begun_before = 0
-        self.alone = False
         self.flush_others: Callable[[], Awaitable[None]] | None = None
         self._stop = _SnapshotStop(worker, report)
-        self._worker = worker
-        self._told_alone = False
         self._on_stand = on_stand
-        self._on_alone = on_alone
         self._standing = False  # everything that was begun is in the model
         self._leave: Callable[[], None] | None = None
         self._error: Exception | None = None
@@ -119,7 +107,6 @@ class BatchGate:
         if notice.status == v1.Notice.STOPPED:
             return  # a worker that stands for the last snapshot must begin no minibatch that nobody would count
         self._stop.hear(notice, self.begun)
-        self._told_alone = notice.alone == self._worker
         self._report_standing()
         self._changed.set()
 
@@ -146,24 +133,18 @@ class BatchGate:
             if self._error is not None:
                 raise self._error
             at_limit = self._stop.at_limit(self.begun)
-            if at_limit or self._leave is not None:
-                if not self._standing:
-                    await flush()
-                    self._on_stand(self.begun, False)
-                    self.stand()
-                elif at_limit and self.ending:
-                    self._on_stand(self.begun, True)
-                    return "over"
-                else:
-                    self._changed.clear()
-                    await self._changed.wait()
-            elif self.alone != self._told_alone:
-                if self.begun:
-                    await flush()
-                self.alone, self.begun_before = self._told_alone, self.begun
-                self._on_alone(self.begun, self.alone)
-            else:
+            if not at_limit and self._leave is None:
                 break
+            if not self._standing:
+                await flush()
+                self._on_stand(self.begun, False)
+                self.stand()
+            elif at_limit and self.ending:
+                self._on_stand(self.begun, True)
+                return "over"
+            else:
+                self._changed.clear()
+                await self._changed.wait()
         self._standing = False
         self.begun += 1
         return "go"

@@ -25,7 +25,7 @@ from gradstream.errors import GradstreamError, RefusedError, UserCodeError
 from gradstream.memory import Vector, trim
 from gradstream.model.buffers import buffers_of, load_buffers
 from gradstream.model.built_module import fixed_of, load_fixed
-from gradstream.recording import BatchesAssigned, Log, SnapshotReached, TrainsAlone
+from gradstream.recording import BatchesAssigned, Log, SnapshotReached
 from gradstream.runtime.base import Runtime, Work
 from gradstream.strategies.base import PeerStrategy, ServerStrategy
 from gradstream.telemetry.events import StepEvent
@@ -75,12 +75,6 @@ class WorkerRecorder:
         """See `BatchGate`."""
         if self._log is not None:
             self._log.add(SnapshotReached(begun, ends))
-            self._log.flush()
-
-    def trains_alone(self, begun: int, alone: bool) -> None:
-        """See `BatchGate`."""
-        if self._log is not None:
-            self._log.add(TrainsAlone(begun, alone))
             self._log.flush()
 
 
@@ -176,9 +170,7 @@ class WorkerNode:
         self._config = config
         self._exchange: Exchange | None = None  # once the run has begun
         self._recorder = WorkerRecorder(member.requests, config.log)
-        self._batch_gate = BatchGate(
-            runtime.node, member.report, self._recorder.stood, self._recorder.trains_alone
-        )
+        self._batch_gate = BatchGate(runtime.node, member.report, self._recorder.stood)
         member.listen(self._batch_gate.hear)
         self._averager = BufferAverager(
             runtime,

@@ -12,7 +12,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.client.requests import Assigned, Reporter, WorkerRequests
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import WorkerSpeed
-from gradstream.recording import BatchesAssigned, Entry, SnapshotReached, TrainsAlone
+from gradstream.recording import BatchesAssigned, Entry, SnapshotReached
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event
@@ -83,8 +83,7 @@ class ReplayedMember(Member):
         self._first = v1.Notice()
         assignments = deque(entry for entry in entries if isinstance(entry, BatchesAssigned))
         self.requests = _ReplayedRequests(runtime, endpoint, self, assignments)
-        self._pauses = deque(entry for entry in entries if isinstance(entry, SnapshotReached | TrainsAlone))
-        self._alone = ""
+        self._pauses = deque(entry for entry in entries if isinstance(entry, SnapshotReached))
         self._on_failed = on_failed
         self._ended = False
         self._changed = asyncio.Event()
@@ -135,11 +134,9 @@ class ReplayedMember(Member):
         if not reached or self._ended:
             return
         pause = self._pauses[0]
-        self._ended = isinstance(pause, SnapshotReached) and pause.ends
+        self._ended = pause.ends
         if not self._ended:
             self._pauses.popleft()
-        if isinstance(pause, TrainsAlone):
-            self._alone = self.node.name if pause.alone else ""
         self._publish()
 
     def finished(self, *, relies: bool = False) -> None:
@@ -160,14 +157,11 @@ class ReplayedMember(Member):
         """Sends listeners the current notice, with the next recorded pause of this worker as a snapshot."""
         notice = v1.Notice()
         notice.CopyFrom(self._first)
-        notice.alone = self._alone
         if self._pauses:
             pause = self._pauses[0]
             number = self.notice.snapshot.number + 1
             stage = v1.Snapshot.ENDED if self._ended else v1.Snapshot.STOP
-            snapshot = v1.Snapshot(
-                number=number, stage=stage, ends=isinstance(pause, SnapshotReached) and pause.ends
-            )
+            snapshot = v1.Snapshot(number=number, stage=stage, ends=pause.ends)
             snapshot.stop_at[self.node.name] = pause.begun
             notice.snapshot.CopyFrom(snapshot)
         self.notice = notice

@@ -44,7 +44,7 @@ class PartLead(Agreement):
         channel: to the parts.
         model: the worker's part of the model, which also knows the buffers of the others.
         parts: number of parts, with the worker.
-        gate: of the worker; parts take from it whether it trains alone.
+        gate: of the worker, which flushes the parts, too.
         member: gets the receipts of minibatches that are in the model, in all of its parts.
 
     Attributes:
@@ -119,10 +119,7 @@ class PartLead(Agreement):
         """Lets the parts begin a minibatch."""
         await self.spread_buffers()
         self.in_round = True
-        gate, heard = self._gate, self.num_heard
-        self._say(
-            PartTurn("batch", ref=astuple(ref), begun_before=gate.begun_before, alone=gate.alone, heard=heard)
-        )
+        self._say(PartTurn("batch", ref=astuple(ref), heard=self.num_heard))
 
     async def flush(self) -> None:
         """Returns when everything that was begun is computed, and what the parts have of it is in the model."""

@@ -31,7 +31,6 @@ class PartTurn:
             of held-out samples. "over": there is no minibatch any more. "buffers" takes them from the worker. "finish"
             fetches the final parameters; "send" sends them. "again" forms the group of this part again.
         ref: name of the minibatch, as (epoch, partition, batch, count).
-        begun_before, alone: see `BatchGate`.
         newest: outputs are those of the newest parameters, not of the replica's own.
         epoch: membership epoch of the worker's group, for "again": a part that has a newer one does nothing.
         heard: number of the replica's receipts that the coordinator has, for "batch".
@@ -39,8 +38,6 @@ class PartTurn:
 
     kind: Literal["batch", "drain", "flush", "outputs", "over", "buffers", "finish", "send", "again"]
     ref: tuple[int, ...] = ()
-    begun_before: int = 0
-    alone: bool = False
     newest: bool = False
     epoch: int = 0
     heard: int = 0

@@ -194,7 +194,6 @@ class PartFollower(Agreement):
                 if turn.kind == "drain":
                     window.closing = True
                 else:
-                    self._gate.alone, self._gate.begun_before = turn.alone, turn.begun_before
                     self._num_heard = turn.heard
                     hooks.skip()
                     window.admit(turn.batch, size(turn.batch))

@@ -112,7 +112,7 @@ class ServerReplica(Replica):
     @property
     def since(self) -> int:
         """See `strategies.api.ServerWorker`."""
-        return self.step - self._context.first_step - self._context.batch_gate.begun_before
+        return self.step - self._context.first_step
 
     @property
     def resumed(self) -> bool:
@@ -123,11 +123,6 @@ class ServerReplica(Replica):
     def versions(self) -> Sequence[int]:
         """See `strategies.api.ServerWorker`."""
         return self._base
-
-    @property
-    def alone(self) -> bool:
-        """See `strategies.api.ServerWorker`."""
-        return self._context.batch_gate.alone
 
     @property
     def unpushed(self) -> int:
