@@ -197,9 +197,9 @@ def warm() -> Iterator[Starter]:
 
 def main(fd: int) -> None:
     """Loads modules, then forks for each order; returns in the processes that have run a command."""
-    forkserver, link = map(importlib.import_module, (FORKSERVER, "gradstream.run.local.link"))
+    forkserver, cluster = map(importlib.import_module, (FORKSERVER, "gradstream.run.local.cluster"))
     compiled = ["gradstream.sparse.sweep"] if importlib.util.find_spec("numba") else []
-    for name in (*forkserver.WARM, *link.OF_SERVERS, *link.OF_PARTS, *COMMON, *compiled):
+    for name in (*forkserver.WARM, *cluster.OF_SERVERS, *cluster.OF_PARTS, *COMMON, *compiled):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     gc.collect()

@@ -1,8 +1,8 @@
-"""The launcher process of a detached run: `python -P -m gradstream._detached [--begin] RUN`.
+"""The launcher process of a detached run: `python -P -m gradstream._detached RUN`.
 
-In a session of its own it does what `gradstream train` does: it starts the nodes, or takes over those of a launcher
-that has died, follows them to the end, and evaluates the model. Its output goes to `logs/launcher.log`. It takes the
-lock before it imports anything heavy, so that the run is never without a launcher for long.
+In a session of its own it does what `gradstream train` does: it starts the nodes, follows them to the end, and
+evaluates the model. Its output goes to `logs/launcher.log`. It takes the lock before it imports anything heavy, so
+that the command that starts it returns soon.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradstream.errors import (
-    ConfigError,
     DataError,
     DeadlineError,
     DiskError,
@@ -28,17 +27,14 @@ from gradstream.errors import (
     PeerLostError,
     exit_code,
 )
-from gradstream.run.launcher_lock import FILE, LauncherRecord, launcher_lock
-from gradstream.run.local.environment import StopSignals
+from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
+from gradstream.run.local.environment import StopSignals, python_environment, there
 from gradstream.run.local.forkserver import log_stream
-from gradstream.run.local.link import CONTROL, python_environment, there
 from gradstream.runtime.event_log import disk_remedy
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
     from gradstream.job.plan import RunPlan
-    from gradstream.run.local import LocalCluster
-    from gradstream.transport.proof import Credentials
 
 READY = b"ready\n"
 """What a launcher writes to its standard output once the run has a launcher."""
@@ -48,13 +44,12 @@ START_S = 60.0
 TAIL_BYTES = 2048
 
 
-def start_launcher(run_dir: Path, *, begin: bool, cwd: str | None = None) -> None:
+def start_launcher(run_dir: Path, *, cwd: str | None = None) -> None:
     """Starts a launcher. Returns once the run has one: this one, or another that was faster.
 
     Args:
         run_dir: directory of the run, with its nodes.json.
         cwd: see `Job.cwd`.
-        begin: whether to start the nodes; otherwise, to take over the live nodes of a launcher that has died.
 
     Raises:
         PeerLostError, DeadlineError: the process ended, or did not report in time.
@@ -70,7 +65,7 @@ def start_launcher(run_dir: Path, *, begin: bool, cwd: str | None = None) -> Non
         ) from error
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, *(["--begin"] if begin else []), str(run_dir)],
+            [sys.executable, "-P", "-m", __name__, str(run_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
@@ -97,13 +92,12 @@ def start_launcher(run_dir: Path, *, begin: bool, cwd: str | None = None) -> Non
 def main(argv: list[str] | None = None) -> int:
     """Runs the launcher to the end of the run and returns its exit status."""
     parser = argparse.ArgumentParser(prog="gradstream._detached", description=__doc__)
-    parser.add_argument("--begin", action="store_true", help="start the nodes, of a new or a resumed run")
     parser.add_argument("run", type=Path)
     arguments = parser.parse_args(argv)
     # print() must not raise when the disk is full.
     sys.stderr = log_stream(2, by_line=True)
     try:
-        status = _hold(arguments.run, arguments.begin)
+        status = _hold(arguments.run)
     except SystemExit as error:
         status = exit_code(error)
     except BaseException as error:
@@ -115,9 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _hold(run_dir: Path, begin: bool) -> int:
+def _hold(run_dir: Path) -> int:
     """Runs the launcher under the lock and returns its exit status. Does nothing if another launcher was faster."""
-    record = _record(run_dir, begin)
+    events = run_dir / "events.jsonl"
+    record = LauncherRecord.here(events_from=events.stat().st_size if events.is_file() else 0)
     with StopSignals() as signals, ExitStack() as stack:
         try:
             stack.enter_context(launcher_lock(run_dir, record))
@@ -127,84 +122,39 @@ def _hold(run_dir: Path, begin: bool) -> int:
         os.write(1, READY)
         os.dup2(2, 1)  # closes the pipe on which the starting process waits
         sys.stdout = log_stream(1, by_line=True)
-        return _launch(run_dir, record, begin, signals)
+        return _launch(run_dir, signals)
 
 
-def _record(run_dir: Path, begin: bool) -> LauncherRecord:
-    if begin:
-        events = run_dir / "events.jsonl"
-        end = events.stat().st_size if events.is_file() else 0
-        return LauncherRecord.here(events_from=end)
-    record = LauncherRecord.read(run_dir)
-    if record is None:
-        raise ConfigError(
-            f"no launcher can take over the run in {run_dir}: {FILE} is missing or empty; end its processes, and "
-            "continue with gradstream resume"
-        )
-    return record
+def _launch(run_dir: Path, signals: StopSignals) -> int:
+    with signals.held():  # a second signal would leave nodes behind
+        # torch is imported from here on.
+        from gradstream._launch import run_nodes
+        from gradstream.run.failures import evaluate, failed_event
+        from gradstream.run.followed_events import FollowedEvents
+        from gradstream.run.preparation import LaunchOptions
 
-
-def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSignals) -> int:
-    with ExitStack() as stack:
-        with signals.held():  # a second signal would leave nodes behind
-            # torch is imported from here on.
-            from gradstream._launch import run_nodes
-            from gradstream.run.failures import evaluate, failed_event
-            from gradstream.run.followed_events import FollowedEvents
-            from gradstream.run.preparation import Detached, LaunchOptions
-
-            try:
-                plan, cluster, credentials = _nodes(run_dir, begin)
-            except GradstreamError as error:
-                if begin:
-                    FollowedEvents(run_dir, None).emit(failed_event(error, "launcher"))
-                raise
-            if cluster is None:
-                return 0
-            stack.enter_context(cluster)
-        detached = Detached(
-            signals=signals, credentials=credentials, events_from=record.events_from, adopts=not begin
-        )
-        run = run_nodes(plan, run_dir, LaunchOptions(cluster=cluster, detached=detached))
+        try:
+            plan = _plan(run_dir)
+        except GradstreamError as error:
+            FollowedEvents(run_dir, None).emit(failed_event(error, "launcher"))
+            raise
+    run = run_nodes(plan, run_dir, LaunchOptions(detached=signals))
     evaluate(run)
     sys.stdout.write(f"{run}\n")
     return 0
 
 
-def _nodes(run_dir: Path, begin: bool) -> tuple[RunPlan, LocalCluster | None, Credentials]:
-    """The plan of the run and its forkserver: a new one, or the existing one; None if that has ended."""
+def _plan(run_dir: Path) -> RunPlan:
+    """The plan of the run. Its job is read where, and with the arguments with which, the command was typed."""
     from gradstream.job.code import run_kept
-    from gradstream.run.local import LocalCluster
-    from gradstream.run.local.environment import node_environment
-    from gradstream.run.local.link import ForkserverLink, modules_of
     from gradstream.run.result import spec_of_run
-    from gradstream.transport.proof import Credentials, new_secret
 
-    spec, logs, control = spec_of_run(run_dir), run_dir / "logs", run_dir / CONTROL
-    cwd = spec.plain.get("cwd")
+    spec = spec_of_run(run_dir)
     with suppress(OSError, ValueError):  # its job may do without
-        os.chdir(cwd or ".")
+        os.chdir(spec.plain.get("cwd") or ".")
     sys.argv[:] = spec.argv
     run_kept(run_dir)
-    plan = spec.plan(replace(spec.load_again(), run_dir=run_dir))
-    credentials = Credentials(new_secret())
-    shards = plan.most_servers > 0
-    if begin:
-        environment = node_environment(plan.most_workers, shards=shards)
-        environment["PYTHONHASHSEED"] = spec.hash_seed
-        log = logs / "forkserver.log"
-        link: ForkserverLink | None = ForkserverLink.started(
-            log, environment, shards=shards, modules=modules_of(plan.job), cwd=cwd, control=control
-        )
-    else:
-        link = ForkserverLink.entered(control)
-    if link is None:
-        return plan, None, credentials
-    if begin:
-        link.order(keep={"credentials": str(credentials)})
-    else:
-        credentials = Credentials.parse(link.kept["credentials"])
-    return plan, LocalCluster(logs, {}, link=link), credentials
+    return spec.plan(replace(spec.load_again(), run_dir=run_dir))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from gradstream.report.progress_line import shown
 from gradstream.run.files import read_record
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import holder_of
-from gradstream.run.local.link import CONTROL, has_reader
 from gradstream.run.node import LOCK, LOCK_S
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import check_model
@@ -162,8 +161,8 @@ def resume(
 
 
 def _check_ended(path: Path) -> None:
-    """Raises DataError if processes of the run are left, with or without a launcher."""
-    if holder_of(path) is not None or has_reader(path / CONTROL):
+    """Raises DataError if the run has a launcher."""
+    if holder_of(path) is not None:
         raise DataError(
             f"{path} goes on: processes of it are left; `gradstream attach` shows its progress, and `gradstream stop` "
             "ends it"

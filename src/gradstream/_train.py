@@ -239,7 +239,7 @@ def launch(plan: RunPlan, run_dir: Path, *, detach: bool = False, **options: Any
     launching = LaunchOptions(earlier=earlier, **options)
     if detach:
         Preparation(plan, run_dir, launching).write_files()
-        start_launcher(run_dir, begin=True, cwd=plan.job.cwd)
+        start_launcher(run_dir, cwd=plan.job.cwd)
         run = Run.load(run_dir)
     else:
         run = run_nodes(plan, run_dir, launching)

@@ -12,16 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradstream._detached import start_launcher
 from gradstream.errors import ConfigError, DeadlineError, PeerLostError
 from gradstream.report.progress_line import shown
 from gradstream.run.followed_events import Ending, FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
-from gradstream.run.local.link import CONTROL, has_reader
 from gradstream.run.node import EVENTS
 from gradstream.run.reshards import ask
 from gradstream.run.result import Run, described
-from gradstream.untrusted import say
 
 __all__ = ["attach", "reshard", "stop"]
 
@@ -36,14 +33,9 @@ RESHARD_S = 300.0
 NOW_S = 0.5
 """Seconds between two signals that end a run at once: the launcher takes two in quick succession for one."""
 
-TAKEOVERS, CALM_S = 3, 60.0
-"""Number of launchers that may fail to take over a run within this many seconds."""
-
 
 def attach(path: str | Path, *, on_event: OnEvent | None = None, progress: bool | None = None) -> Run:
     """Follows a run to its end, whether or not its launcher is detached. Nothing that happens here ends the run.
-
-    If the launcher of a detached run was killed, `attach` starts another one, which takes over the nodes.
 
     Args:
         path: the run directory.
@@ -55,7 +47,7 @@ def attach(path: str | Path, *, on_event: OnEvent | None = None, progress: bool 
 
     Raises:
         ConfigError: this is no run directory, or it belongs to another user or another machine.
-        PeerLostError: no process of the run is left, and it has not finished; or no new launcher could take over.
+        PeerLostError: no process of the run is left, and it has not finished.
         Interrupted: the run was stopped.
         GradstreamError: the run failed, as in `train`.
         KeyboardInterrupt: Ctrl-C; the run goes on.
@@ -208,8 +200,8 @@ class _Follower:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of the run is left on this machine. All its events have been read then."""
-        ended = holder_of(self.path) is None and not has_reader(self.path / CONTROL)
+        """Whether the run has no launcher any more, and so no process. All its events have been read then."""
+        ended = holder_of(self.path) is None
         self._events.read()
         return ended
 
@@ -218,29 +210,12 @@ class _Follower:
 
         Args:
             each: called repeatedly with the id of the launcher, when new events have been read.
-
-        Raises:
-            PeerLostError: launchers could not take over the nodes.
         """
-        takeovers: list[float] = []
         while not self.has_ended:
             pid = holder_of(self.path)
-            if pid is not None:
-                if each(pid):
-                    return
-                time.sleep(POLL_S)
-                continue
-            takeovers = [at_s for at_s in takeovers if time.monotonic() - at_s < CALM_S]
-            if len(takeovers) == TAKEOVERS:
-                raise PeerLostError(
-                    "launcher",
-                    f"{TAKEOVERS} new launchers, one after the other, could not take over {self.path}; see "
-                    f"{self.path / 'logs/launcher.log'}. The nodes go on without one: workers that die are not "
-                    "replaced, nor is the coordinator. `gradstream attach` tries again; `gradstream stop` ends the run",
-                )
-            takeovers.append(time.monotonic())
-            say(f"{self.path} has lost its launcher: another one takes over")
-            start_launcher(self.path, begin=False)
+            if pid is not None and each(pid):
+                return
+            time.sleep(POLL_S)
 
     @property
     def ending(self) -> Ending:

@@ -15,8 +15,8 @@ import pytest
 
 from gradstream.machine.description import describe_machine
 from gradstream.run.local import LocalCluster
+from gradstream.run.local.cluster import modules_of
 from gradstream.run.local.environment import node_environment
-from gradstream.run.local.link import modules_of
 from gradstream.session.node import job as session_job
 
 pytestmark = pytest.mark.cold  # of the forkserver itself, and of what it has loaded
@@ -132,7 +132,7 @@ for name in ("a", "b"):
     cluster.start(name, [], main="dummy_nodes:stuck")
 while len(cluster.running) < 2:
     cluster.message(60)
-print(json.dumps([cluster.link.pid, *cluster.running.values()]), flush=True)
+print(json.dumps([cluster.forkserver.pid, *cluster.running.values()]), flush=True)
 sys.stdin.read()
 """
 

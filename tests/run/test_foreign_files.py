@@ -19,7 +19,7 @@ from gradstream.data.base import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job
 from gradstream.run.files import read_config, read_record
-from gradstream.run.local.link import python_environment
+from gradstream.run.local.environment import python_environment
 from gradstream.run.result import Run
 from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.event_lines import read_events

@@ -18,7 +18,6 @@ import pytest
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.errors import ConfigError, DataError
 from gradstream.run.launcher_lock import FILE, LauncherRecord, holder_of, launcher_lock, signal_launcher
-from gradstream.run.local.link import CONTROL, has_reader, make_pipe, open_reader, open_writer
 
 HOLDER = """
 import signal, subprocess, sys
@@ -99,23 +98,6 @@ def test_a_record_that_the_disk_did_not_take_is_none(tmp_path: Path) -> None:
     assert LauncherRecord.read(tmp_path) is None
 
 
-def test_the_control_pipe_says_whether_somebody_reads_it(tmp_path: Path) -> None:
-    control = tmp_path / CONTROL
-    assert not has_reader(control)
-    make_pipe(control)
-    assert control.stat().st_mode & 0o777 == 0o600
-    assert not has_reader(control)  # left over
-    reader = open_reader(control)
-    assert has_reader(control)
-    writer = open_writer(control)
-    os.write(writer, b"order")
-    assert os.read(reader, 9) == b"order"
-    os.close(writer)
-    assert os.read(reader, 9) == b""
-    os.close(reader)
-    assert not has_reader(control)
-
-
 STRANGER = """
 import fcntl, os, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -141,10 +123,8 @@ def test_other_users_reach_nothing_by_which_a_run_is_led() -> None:
         run_dir = Path(folder)
         store = StateStore(run_dir / STORE, "job")
         store.rule()
-        make_pipe(run_dir / CONTROL)
-        make_pipe(run_dir / ".replies-7")
         with launcher_lock(run_dir, LauncherRecord.here(events_from=0)):
-            led_by = [FILE, CONTROL, ".replies-7", STORE, f"{STORE}-wal", f"{STORE}-shm"]
+            led_by = [FILE, STORE, f"{STORE}-wal", f"{STORE}-shm"]
             asked = [sys.executable, "-c", STRANGER, folder, *led_by]
             done = subprocess.run(asked, capture_output=True, text=True, check=True)
             assert done.stdout == "[]\n"
@@ -152,15 +132,3 @@ def test_other_users_reach_nothing_by_which_a_run_is_led() -> None:
             done = subprocess.run(asked, capture_output=True, text=True, check=True)
             assert done.stdout == f"[('{STORE}', 0)]\n"
         store.close()
-
-
-def test_what_is_no_pipe_is_not_written_to(tmp_path: Path) -> None:
-    control = tmp_path / CONTROL
-    control.write_text("mine")
-    with pytest.raises(ConfigError, match="something else"):
-        has_reader(control)
-    assert control.read_text() == "mine"
-    control.unlink()
-    (tmp_path / "pipe").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="is a link"):
-        open_writer(tmp_path / "pipe")

@@ -1,8 +1,7 @@
-"""Parts of a launcher without processes: what a forkserver remembers, signals, events that are read late."""
+"""Parts of a launcher without processes: signals, events that are read late."""
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,41 +11,7 @@ import pytest
 from gradstream.run import followed_events
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local.environment import StopSignals
-from gradstream.run.local.forkserver import MESSAGES, History
 from gradstream.telemetry.events import StoppedEvent, encode
-
-
-def test_another_launcher_hears_of_the_living_first_and_of_no_earlier_process() -> None:
-    history = History()
-    for name in ("coordinator", "worker-0", "worker-1"):
-        history.note({"started": name, "pid": 1})
-        history.note({"from": name, "address": f"of {name}"})
-        history.note({"from": name, "output": "a warning"})
-    history.note({"exited": "coordinator", "status": -9})
-    history.note({"exited": "worker-0", "status": -9})
-    history.note({"started": "worker-0", "pid": 2})
-    history.note({"ready": 7})
-    history.kept = {"credentials": "secret"}
-    assert history.told({"worker-0", "worker-1"}) == [
-        {"kept": {"credentials": "secret"}, "pid": os.getpid()},
-        {"started": "worker-0", "pid": 2},
-        {"started": "worker-1", "pid": 1},
-        {"from": "worker-1", "address": "of worker-1"},
-        {"started": "coordinator", "pid": 1},
-        {"from": "coordinator", "address": "of coordinator"},
-        {"exited": "coordinator", "status": -9},
-        {"entered": True},
-    ]
-
-
-def test_a_node_that_says_much_is_remembered_in_bounded_memory() -> None:
-    history = History()
-    history.note({"started": "worker-0", "pid": 1})
-    for number in range(10 * MESSAGES):
-        history.note({"from": "worker-0", "disk": number})
-    history.note({"exited": "worker-0", "status": 1})
-    told = history.told(set())
-    assert len(told) == MESSAGES + 3 and told[-2] == {"exited": "worker-0", "status": 1}
 
 
 def test_a_second_signal_ends_the_process_once_and_waits_where_it_must() -> None:

@@ -348,11 +348,11 @@ def test_an_adopted_folder_is_believed_as_it_was_then(own: Path, tmp_path: Path)
         job_of_run(own)
 
 
-def test_a_launcher_that_takes_over_executes_no_folder_of_elsewhere(own: Path, tmp_path: Path) -> None:
+def test_a_detached_launcher_executes_no_folder_of_elsewhere(own: Path, tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(TAKEN)
     alter(own, job=str(tmp_path / "evil.py"))
     with pytest.raises(ConfigError, match="comes from elsewhere"):
-        _detached._nodes(own, begin=True)
+        _detached._plan(own)
     assert not (tmp_path / "taken").exists()
 
 

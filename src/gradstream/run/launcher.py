@@ -64,14 +64,10 @@ class Launcher:
         self._run_dir = run_dir
         self._options = options
         self._preparation = Preparation(plan, run_dir, options)
-        detached = options.detached
-        self._signals = detached.signals if detached else StopSignals()
-        self._credentials = detached.credentials if detached else Credentials(new_secret())
-        from_bytes = detached.events_from if detached else None
+        self._signals = options.detached or StopSignals()
+        self._credentials = Credentials(new_secret())
         self._shards = ShardChanges(plan.most_servers)
-        self._events = FollowedEvents(
-            run_dir, options.on_event, self._note_lost, self._note_reshard, from_bytes=from_bytes
-        )
+        self._events = FollowedEvents(run_dir, options.on_event, self._note_lost, self._note_reshard)
         self._ended = EndedNodes()
         self._machines: MachineRendezvous | None = None  # the other machines, if there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
@@ -152,11 +148,8 @@ class Launcher:
     # ---- nodes --------------------------------------------------------------------------
 
     def _start_nodes(self) -> None:
-        """Starts the nodes; if a launcher has died, only those that it has not started."""
-        there = self._adopted() if self._options.adopts else set()
-        if COORDINATOR not in there:
-            absent = [] if self._machines is None else self._machines.absent
-            self._start_node(COORDINATOR, *(["--without", ",".join(absent)] if absent else []))
+        absent = [] if self._machines is None else self._machines.absent
+        self._start_node(COORDINATOR, *(["--without", ",".join(absent)] if absent else []))
         address = self._address_of_coordinator()
         if self._machines is not None:
             self._machines.join_service.go(int(address.rpartition(":")[2]))
@@ -165,24 +158,8 @@ class Launcher:
                 self._credentials_file = self._credentials.save(self._run_dir)
             self._options.on_address(self._run_dir / "nodes.json", address, self._network(worker_name(0)))
         for name in self._others:
-            if name not in there and not self._shards.is_extra(name) and self._is_here(name):
+            if not self._shards.is_extra(name) and self._is_here(name):
                 self._start_node(name, "--coordinator", address)
-
-    def _adopted(self) -> set[str]:
-        """Reads what the nodes said to a launcher that has died, and how some ended; returns their names."""
-        self._events.read()
-        names, waited, message = set(), 0, None
-        while message is None or "entered" not in message:
-            message = self._cluster.message(POLL_S)
-            self._take(message or {})
-            names.add((message or {}).get("started", ""))
-            waited += message is None
-            if waited * POLL_S > BOOT_S:
-                raise DeadlineError(
-                    "forkserver",
-                    f"did not tell the new launcher which nodes run within {BOOT_S:g} s; see {self._run_dir / 'logs'}",
-                )
-        return names
 
     def _start_node(self, name: str, *arguments: str, again: Sequence[str] = ()) -> None:
         spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments, *self._network(name)]

@@ -2,7 +2,7 @@
 
 It is a POSIX lock of the file `.launcher`, because the kernel frees such a lock with its process, does not pass it on
 to children, and names its owner (F_GETLK). So a process that is told to stop is the launcher, whatever the file says
-and however often process ids are reused. The content of the file is for processes that follow or take over the run.
+and however often process ids are reused. The content of the file is for processes that follow the run.
 Linux on 64 bits: `_LOCK` is its `struct flock`.
 """
 

@@ -359,7 +359,7 @@ async def _coordinate(
     coordinator = leader.coordinator
     coordinator.membership.nodes.gone |= frozenset(without)
     if coordinator.clock.zero_ns is not None:  # set by the process that it continues
-        say(zero_ns=coordinator.clock.zero_ns)  # a new launcher gets messages of the last process alone
+        say(zero_ns=coordinator.clock.zero_ns)  # which may have died before it said so
     when_asked(leader.stop)
     await _listen(endpoint, runtime, 0.0 if kept is None or not kept.again else plan.job.deadlines.lease_s)
     say(address=endpoint.address)

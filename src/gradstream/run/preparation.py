@@ -18,38 +18,20 @@ from gradstream.machine.resources import allow_open_files, free_memory_bytes
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import Cluster, LocalCluster, ThreadCluster
+from gradstream.run.local.cluster import modules_of
 from gradstream.run.local.environment import StopSignals, hash_seed, hold_port, node_environment
-from gradstream.run.local.link import modules_of
 from gradstream.run.node import run_node
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.records import write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.runtime.event_log import disk_error, disk_remedy
-from gradstream.transport.proof import Credentials
 from gradstream.untrusted import say
 
 OnAddress = Callable[[Path, str, Sequence[str]], None]
 
 FORKED_BYTES = 25_000_000
 """Least private memory of a forked node: without vectors, and without what it shares with the other nodes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Detached:
-    """Options for the launcher of a detached run: it holds the run's lock, and others may have begun its work.
-
-    Args:
-        signals: the signals of this process, which are handled already.
-        credentials: of the nodes.
-        events_from: where this part of the run begins in its events, in bytes.
-        adopts: whether another launcher started the nodes, and died.
-    """
-
-    signals: StopSignals
-    credentials: Credentials
-    events_from: int
-    adopts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +46,7 @@ class LaunchOptions:
         cluster: where to start processes, which the caller closes; None makes one for this run.
         stop: polled; once it returns True, the run stops with a checkpoint, as by Ctrl-C. None for a run that is kept.
         earlier: run directories of the runs that the job's script made before this one.
-        detached: see `Detached`; None if the nodes end with this process.
+        detached: the signals of the launcher of a detached run, which holds the lock; None for any other.
     """
 
     on_event: OnEvent | None = None
@@ -74,17 +56,12 @@ class LaunchOptions:
     cluster: LocalCluster | None = None
     stop: Callable[[], bool] | None = None
     earlier: tuple[Path, ...] = ()
-    detached: Detached | None = None
+    detached: StopSignals | None = None
 
     @property
     def is_trial(self) -> bool:
         """Whether this is a dry run, of which nothing is kept."""
         return self.stop is not None
-
-    @property
-    def adopts(self) -> bool:
-        """Whether the nodes of a dead launcher are there."""
-        return self.detached is not None and self.detached.adopts
 
 
 class Preparation:
@@ -123,7 +100,7 @@ class Preparation:
     def held_port(self) -> Iterator[None]:
         """Reserves a port for scripts that make a process group of torch.distributed."""
         options = self._options
-        if not is_script(self._plan.job) or options.on_address is not None or options.adopts:
+        if not is_script(self._plan.job) or options.on_address is not None:
             yield
             return
         at, listening = Address("127.0.0.1"), options.listening
@@ -142,7 +119,7 @@ class Preparation:
     def cluster(self) -> AbstractContextManager[Cluster]:
         """Writes the files, unless they exist, and makes the cluster. Raises DiskError if there is no room."""
         options, logs = self._options, self._run_dir / "logs"
-        if not (options.as_threads or options.adopts):
+        if not options.as_threads:
             self._check_machine()
             self._say_what_is_odd()
         if options.detached is None:

@@ -1,7 +1,7 @@
 """A request from outside to change a run's shards: how it is made, and what the launcher does.
 
 A request is a file in the run directory, which the coordinator takes. The launcher learns from the events which
-shards it has to start, and which of them hold the parameters; so does a launcher that takes over the run.
+shards it has to start, and which of them hold the parameters.
 """
 
 from __future__ import annotations

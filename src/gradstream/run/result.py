@@ -34,7 +34,6 @@ from gradstream.report.timeline import trace_json
 from gradstream.run.files import HOSTS, read_config, read_record
 from gradstream.run.launcher_lock import holder_of
 from gradstream.run.launches import checked
-from gradstream.run.local.link import CONTROL, has_reader
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.planning import metrics_of
 from gradstream.runtime.storage import DiskStorage
@@ -465,7 +464,7 @@ def _status(path: Path, events: Sequence[EventDict]) -> Status | Literal["runnin
     if status != "unfinished":
         return status
     try:
-        lives = holder_of(path) is not None or has_reader(path / CONTROL)
+        lives = holder_of(path) is not None
     except (ConfigError, OSError):  # another user's run
         lives = False
     return "running" if lives else status

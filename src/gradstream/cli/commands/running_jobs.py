@@ -71,8 +71,7 @@ def attach(run: Path, as_json: bool) -> None:
 
     RUN is the directory of a run, detached or not, or the local folder of a run on other machines (`gradstream
     launch --hosts`). Output and exit status are those of `gradstream
-    train`. Ctrl-C leaves the run alone. If the launcher of a detached run was killed, another one is
-    started, which takes over its nodes. For a run that has ended, the command says how it ended.
+    train`. Ctrl-C leaves the run alone. For a run that has ended, the command says how it ended.
 
     \b
     Examples:

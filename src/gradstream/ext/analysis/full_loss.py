@@ -22,7 +22,7 @@ from gradstream.errors import ConfigError, PeerLostError, UserCodeError
 from gradstream.machine.description import interfaces
 from gradstream.model.base import Model
 from gradstream.model.buffers import buffers_of, load_buffers
-from gradstream.run.local.link import python_environment
+from gradstream.run.local.environment import python_environment
 from gradstream.run.result import Run, flatten, kept_parameters, reopen
 from gradstream.transport.offers import is_loopback
 

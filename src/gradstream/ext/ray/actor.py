@@ -17,8 +17,8 @@ from pathlib import Path
 
 from gradstream._version import __version__
 from gradstream.job.sources import sha256_of
+from gradstream.run.local.environment import python_environment
 from gradstream.run.local.forkserver import die_with_parent
-from gradstream.run.local.link import python_environment
 
 OWN_FOLDER = "{own}"
 """Placeholder for a folder that the actor makes, a new one for each of its processes."""

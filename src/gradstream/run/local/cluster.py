@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import subprocess
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import override
 
 from gradstream.errors import InternalError
-from gradstream.run.local.link import ForkserverLink
+from gradstream.run.local.environment import python_environment, there
 from gradstream.runtime.storage import private_folder
+
+if TYPE_CHECKING:
+    from gradstream.job.job import Job
 
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.placement:main"
 """Main functions of processes: a node, and a worker that is a script with its own training loop."""
 
 HANG_UP_S = 5.0
+
+OF_SERVERS = "gradstream.run.shard", "gradstream.worker.server.exchange"
+"""Modules of the nodes of a run with servers."""
+
+OF_PARTS = "gradstream.worker.parts", "gradstream.split.cut", "torch._dynamo"
+OF_LOOPS = "gradstream.session", "gradstream.session.node", "torch.utils.data", "torch._dynamo"
+"""Modules of the nodes of split models, and of scripts. torch imports the last of them, in 2 to 4 s, to work out
+shapes, and with the first optimizer that a process makes."""
+
+
+def modules_of(job: Job) -> tuple[str, ...]:
+    """What the workers of a job need besides what all nodes need, and would each import by themselves."""
+    from gradstream.job.job import (
+        is_script,  # and torch, which a detached launcher imports when it has its lock
+    )
+
+    return (OF_PARTS if job.split > 1 else ()) + (OF_LOOPS if is_script(job) else ())
 
 
 class Cluster(ABC):
@@ -86,7 +110,7 @@ class Cluster(ABC):
 
 
 class LocalCluster(Cluster):
-    """Nodes as processes, forked from one warm process, the forkserver.
+    """Nodes as processes, forked from one warm process, the forkserver. They end with this process.
 
     Args:
         logs: folder for the output of nodes; made when missing.
@@ -94,7 +118,9 @@ class LocalCluster(Cluster):
         shards: whether nodes exchange through servers, whose code is then imported before forking.
         modules: what else is imported before forking; see `modules_of`.
         cwd: working directory of the nodes; None, or a missing directory, means that of this process.
-        link: to an existing forkserver; None starts a forkserver, whose nodes end with this process.
+
+    Attributes:
+        forkserver: the warm process; it takes orders on its standard input.
     """
 
     def __init__(
@@ -105,26 +131,42 @@ class LocalCluster(Cluster):
         shards: bool = False,
         modules: Sequence[str] = (),
         cwd: str | None = None,
-        link: ForkserverLink | None = None,
     ) -> None:
         super().__init__(logs)
-        self.link = link or ForkserverLink.started(
-            logs / "forkserver.log", environment, shards=shards, modules=modules, cwd=cwd
-        )
+        modules = (*(OF_SERVERS if shards else ()), *modules)
+        # Replies have a pipe of their own: the start-up output of an interpreter would look like a reply.
+        self._replies, their_end = os.pipe()
+        try:
+            with open(logs / "forkserver.log", "ab") as output:
+                self.forkserver = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "gradstream.run.local.forkserver", str(their_end), *modules],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[their_end],
+                    cwd=there(cwd),
+                    env=python_environment(environment),
+                    start_new_session=True,  # Ctrl-C in the terminal signals the launcher only
+                )
+        except BaseException:
+            os.close(self._replies)
+            raise
+        finally:
+            os.close(their_end)
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()
 
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
         """See `Cluster.start`; the process also gets a file descriptor for messages."""
         log = str(self.logs / f"{name}.log")
-        self.link.order(start=name, main=main, argv=list(argv), log=log)
+        self._order(start=name, main=main, argv=list(argv), log=log)
 
     @override
     def signal(self, name: str, number: int) -> None:
-        self.link.order(signal=name, number=number)
+        self._order(signal=name, number=number)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """See `Cluster.message`. With an existing forkserver, {"entered": true} follows its earlier messages.
+        """See `Cluster.message`.
 
         Raises:
             InternalError: the forkserver itself has ended, and with it all nodes.
@@ -138,18 +180,30 @@ class LocalCluster(Cluster):
 
     def close(self) -> None:
         """Kills every node that still runs. Returns when all are gone. Idempotent."""
-        self.link.close()
+        orders = self.forkserver.stdin
+        assert orders is not None
+        if not orders.closed:
+            self._order(close=True)
+            with suppress(BrokenPipeError):
+                orders.close()
         self._listener.join(HANG_UP_S)
         if self._listener.is_alive():
-            self.link.kill()
+            self.forkserver.kill()  # the kernel kills the nodes with it
             self._listener.join(HANG_UP_S)
-        if self.link.process is not None:
-            self.link.process.wait()
+        self.forkserver.wait()
         self.running.clear()
+
+    def _order(self, **order: Any) -> None:
+        """Sends an order. If the forkserver is gone, its replies have ended."""
+        orders = self.forkserver.stdin
+        assert orders is not None
+        with suppress(BrokenPipeError):
+            orders.write(json.dumps(order).encode() + b"\n")
+            orders.flush()
 
     def _listen(self) -> None:
         try:
-            with self.link.replies as replies:
+            with os.fdopen(self._replies, "rb") as replies:
                 for line in replies:
                     self._messages.put(json.loads(line))
         finally:

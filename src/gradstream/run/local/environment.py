@@ -6,16 +6,35 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.machine.description import interfaces, num_cores
+from gradstream.run.remote.address import TOKEN
 from gradstream.transport.offers import is_loopback
 
 # ---- environment -------------------------------------------------------------------------
+
+
+def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a Python process that finds this package: our own, with these values of some variables.
+
+    Without the token of runs on several machines: this process has it, and no other process needs it.
+    """
+    source = str(Path(__file__).resolve().parents[3])  # the folder of the package
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
+    return {**inherited, **environment, "PYTHONPATH": path}
+
+
+def there(cwd: str | None) -> str | None:
+    """The working directory for a process; None, for that of this process, if it no longer exists."""
+    return cwd if cwd and os.path.isdir(cwd) else None
+
 
 SWITCH_INTERVAL_S = 2e-4
 """Seconds for which a computing thread keeps Python's GIL while the event loop waits for it.

@@ -1,6 +1,6 @@
 """A warm process from which nodes are forked.
 
-    python -P -m gradstream.run.local.forkserver REPLIES [--control PATH] [module ...]
+    python -P -m gradstream.run.local.forkserver REPLIES [module ...]
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
 forked from a process that has done it, they start in 0.05 s. The modules imported here start no threads. gRPC
@@ -15,16 +15,8 @@ Out, to the file descriptor REPLIES:
 each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
 command line, besides `WARM`, before it forks.
 
-Without a control pipe, no process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process
-kills all nodes. With a control pipe (see `link.py`), which is then its standard input, nodes go on without a launcher,
-and this process ends with the last of them. Nodes import the user's modules from FOLDER, and nothing from the folder
-in which the command was typed. Another launcher connects with
-
-    {"keep": {...}}       what a successor has to know
-    {"enter": path}       a named pipe for the replies; they begin with {"kept": {...}, "pid": n}, each node's
-                          messages since it was started, those of running nodes first, and {"entered": true}
-
-In either case the kernel kills the nodes if this process is killed.
+No process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process kills all nodes. The
+kernel kills them if this process is killed. Nodes import nothing from the folder in which the command was typed.
 """
 
 from __future__ import annotations
@@ -44,12 +36,10 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gradstream.machine.resources import MemoryKills
 from gradstream.run.local.environment import sigterm_of_nodes
-from gradstream.run.local.link import open_writer
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
@@ -146,12 +136,6 @@ NOT_CALLED = 70  # exit status of a node whose main function could not be called
 
 OF_LAUNCHER = "its launcher ended it, since the others could not wait for it"
 
-ORDER_BYTES = 1 << 20
-"""Longest order."""
-
-MESSAGES = 64
-"""Messages of a node that are kept for another launcher. Few of a node's messages matter: its address, its error."""
-
 
 @dataclass(slots=True)
 class _Child:
@@ -168,16 +152,11 @@ class _Server:
     Args:
         orders: file descriptor that orders are read from.
         replies: file descriptor that replies are written to.
-        control: the named pipe that `orders` reads, by which another launcher may connect; None if all nodes end
-            with the launcher.
     """
 
-    def __init__(self, orders: int, replies: int, control: Path | None = None) -> None:
+    def __init__(self, orders: int, replies: int) -> None:
         self._orders = orders
-        self._replies = replies  # -1 without a launcher
-        self._control = control
-        self._own_end = -1  # of the control pipe, without a launcher: it keeps the pipe from reaching its end
-        self._history = History()
+        self._replies = replies
         self._closing = False
         self._pending = b""
         self._children: dict[int, _Child] = {}
@@ -196,12 +175,12 @@ class _Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Carries out orders until it is told to close, or there is nobody left to serve; then kills every child."""
+        """Carries out orders until it is told to close, or the launcher is gone; then kills every child."""
         self._selector.register(self._orders, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._reply({"ready": os.getpid()})
         try:
-            while not self._closing and (self._replies >= 0 or self._children):
+            while not self._closing:
                 for key, _ in self._selector.select():
                     if key.fd == self._orders:
                         self._take_orders()
@@ -215,64 +194,23 @@ class _Server:
                 os.kill(child.pid, signal.SIGKILL)
             for child in self._children.values():
                 os.waitpid(child.pid, 0)
-            if self._control is not None:
-                self._control.unlink(missing_ok=True)
 
     def _take_orders(self) -> None:
         data = os.read(self._orders, 1 << 16)
         if not data:
-            self._lose_launcher()
+            self._closing = True
             return
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in filter(None, lines):
-            try:
-                self._carry_out(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                # A launcher that was killed may have left half an order.
-                sys.stderr.write(f"not an order: {type(error).__name__}: {error}\n")
-        if len(self._pending) > ORDER_BYTES:
-            self._pending = b""
+            self._carry_out(json.loads(line))
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         if "start" in order:
             self._start(order)
         elif "signal" in order:
             self._signal(order["signal"], order["number"])
-        elif "keep" in order:
-            self._history.kept = dict(order["keep"])
-        elif "enter" in order:
-            self._meet(Path(order["enter"]))
         elif "close" in order:
             self._closing = True
-
-    def _lose_launcher(self) -> None:
-        """Handles the loss of the launcher: ends, or waits at the control pipe for another launcher."""
-        self._pending = b""
-        self._hang_up_replies()
-        if self._control is None:
-            self._closing = True
-        elif self._own_end < 0:
-            self._own_end = open_writer(self._control)
-
-    def _meet(self, replies: Path) -> None:
-        """Sends another launcher the kept state, and continues with it."""
-        try:
-            pipe = open_writer(replies)
-        except OSError:
-            return  # that launcher is already gone
-        self._hang_up_replies()
-        self._replies = pipe
-        if self._own_end >= 0:
-            os.close(self._own_end)
-            self._own_end = -1
-        running = {child.name for child in self._children.values()}
-        for message in self._history.told(running):
-            self._send(message)
-
-    def _hang_up_replies(self) -> None:
-        if self._replies >= 0:
-            os.close(self._replies)
-        self._replies = -1
 
     def _signal(self, name: str, number: int) -> None:
         for child in self._children.values():
@@ -327,46 +265,13 @@ class _Server:
             self._reply(ended)
 
     def _reply(self, message: dict[str, Any]) -> None:
-        """Sends a message to the launcher; if it is gone, another launcher gets the message later."""
-        self._history.note(message)
-        self._send(message)
-
-    def _send(self, message: dict[str, Any]) -> None:
+        """Sends a message to the launcher."""
         data = json.dumps(message).encode() + b"\n"
         try:
-            while data and self._replies >= 0:
+            while data:
                 data = data[os.write(self._replies, data) :]
         except BrokenPipeError:
-            self._lose_launcher()
-
-
-class History:
-    """The state and messages kept for another launcher.
-
-    Attributes:
-        kept: the state that the launcher left for it.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
-        self._of_nodes: dict[str, list[dict[str, Any]]] = {}
-
-    def note(self, message: dict[str, Any]) -> None:
-        """Keeps a message, unless it was only meant to be shown."""
-        name = message.get("started") or message.get("from") or message.get("exited")
-        if name is None or "output" in message or "printed" in message:
-            return
-        said = self._of_nodes.setdefault(name, [])
-        if "started" in message:
-            said.clear()
-        if len(said) < MESSAGES or "exited" in message:
-            said.append(message)
-
-    def told(self, running: set[str]) -> list[dict[str, Any]]:
-        """The messages for another launcher, in their order."""
-        names = sorted(self._of_nodes, key=lambda name: name not in running)
-        said = [message for name in names for message in self._of_nodes[name]]
-        return [{"kept": self.kept, "pid": os.getpid()}, *said, {"entered": True}]
+            self._closing = True
 
 
 def _become(order: dict[str, Any], parent: int, report: int) -> None:
@@ -446,10 +351,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    control = None
-    if modules[:1] == ["--control"]:
-        control, modules = Path(modules[1]), modules[2:]
-    server = _Server(orders, replies, control)
+    server = _Server(orders, replies)
     for name in (*WARM, *modules):
         importlib.import_module(name)
     gc.collect()

@@ -24,8 +24,8 @@ from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.run.failures import how_ended
 from gradstream.run.local import NODE, SCRIPT, LocalCluster
+from gradstream.run.local.cluster import modules_of
 from gradstream.run.local.environment import node_environment, stop_signal
-from gradstream.run.local.link import modules_of
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.reach import reach
