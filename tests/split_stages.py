@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from gradstream.model import Batch, TorchModel
-from gradstream.split.cut import TorchPlan, plan_split
-from gradstream.split.graph import minibatch_values
+from gradstream.split.cut import TorchPlan, plan_placed, plan_split
+from gradstream.split.divide import divide, divisible, part_of_piece
+from gradstream.split.graph import minibatch_values, record
 from gradstream.split.stage_model import StageModel
 
 
@@ -31,6 +33,39 @@ def whole_parameters(model: TorchModel, seed: int = 3) -> torch.Tensor:
     return parameters
 
 
+def placed_by(
+    model: TorchModel, batch: Batch, parts: int, places: Mapping[str, int | Sequence[int]]
+) -> TorchPlan:
+    """The plan with modules, or operations, on the parts that are named; others are with the operation before.
+
+    Several parts divide the layer.
+    """
+    graph = record(model, batch)
+    for name, place in places.items():
+        if not isinstance(place, int):
+            (node,) = (node for node in graph.nodes if _path(node) == name)
+            assert divisible(graph, node)
+            graph = divide(graph, node, [(part in place) / len(place) for part in range(parts)])
+    placed: dict[fx.Node, int] = {}
+    part = 0
+    for node in graph.nodes:
+        path = node.name if node.name in places else _path(node)
+        while path and not isinstance(places.get(path), int):
+            path = path.rpartition(".")[0]
+        own, named = part_of_piece(node), places.get(path)
+        part = part if own is not None or not isinstance(named, int) else named
+        placed[node] = part if own is None else own
+    return plan_placed(graph, placed, parts)
+
+
+def _path(node: fx.Node) -> str:
+    """Qualified name of the module in which an operation is."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack")
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
 class Stages:
     """All stages of a plan, each with its own vector."""
 
@@ -42,6 +77,9 @@ class Stages:
 
     @classmethod
     def of(cls, model: TorchModel, batch: Batch, parts: int, **options: Any) -> Stages:
+        places = options.pop("map", None)
+        if places is not None:
+            return cls(model, placed_by(model, batch, parts, places))
         return cls(model, plan_split(model, batch, parts, **options))
 
     def init(self, seed: int = 3) -> list[torch.Tensor]:

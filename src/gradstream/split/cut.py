@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from gradstream.errors import ConfigError
 from gradstream.model.base import Batch, Layout, Slot
@@ -20,54 +17,6 @@ from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Form, Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 from gradstream.split.refusals import storage, where
-from gradstream.split.trace import run_node
-
-# ---- seconds -----------------------------------------------------------------------------
-# Measures how long each operation of a model takes, one after the other: the whole model is never there.
-
-_TIMES = 3
-
-
-def seconds_of(graph: Graph, samples: int) -> dict[fx.Node, float]:
-    """Seconds of each operation, forward and backward: the least of three, on small random numbers."""
-    return {node: _seconds(graph, node, samples) for node in graph.nodes}
-
-
-def _seconds(graph: Graph, node: fx.Node, samples: int) -> float:
-    root = nn.Module()
-    if node.op == "call_module":
-        root = copy.deepcopy(graph.blueprint.module.get_submodule(str(node.target))).to_empty(device="cpu")
-        for tensor in (*root.parameters(), *root.buffers()):
-            tensor.detach().copy_(_filled(tensor))
-    best = float("inf")
-    for _ in range(_TIMES):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _value(used, samples))
-        begin = time.perf_counter()  # noqa: TID251  # arithmetic itself is timed, before a run
-        result = root(*args, **kwargs) if node.op == "call_module" else run_node(node, root, args, kwargs)
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            torch.autograd.backward(result, torch.ones_like(result))
-        best = min(best, time.perf_counter() - begin)  # noqa: TID251
-    return best
-
-
-def _value(node: fx.Node, samples: int) -> Any:
-    first = node.meta["values"][0]
-    if not isinstance(first, torch.Tensor):
-        return first
-    form = form_of(node)
-    shape = list(first.shape)
-    if form is not None and form.axis is not None:
-        shape[form.axis] = form.shape[form.axis] * samples
-    value = _filled(torch.empty(shape, dtype=first.dtype, device="meta"))
-    return value.requires_grad_() * 1 if value.is_floating_point() else value
-
-
-def _filled(like: torch.Tensor) -> torch.Tensor:
-    """Small random numbers, or zeros where they have to be whole."""
-    if like.is_floating_point():
-        return torch.randn(like.shape, dtype=like.dtype) * 0.1
-    return torch.zeros(like.shape, dtype=like.dtype)
-
 
 # ---- chain -------------------------------------------------------------------------------
 # The operations of a model in their order, and where the order can be cut into contiguous groups.
@@ -79,14 +28,11 @@ class OperationChain:
     Args:
         nodes: the operations in order, without pieces of divided layers.
         weights: what to balance, of each operation.
-
-    Attributes:
-        barred: positions before which no cut is possible, each with the reason.
     """
 
     def __init__(self, nodes: Sequence[fx.Node], weights: Mapping[fx.Node, float]) -> None:
         self._nodes = nodes
-        self.barred = _barred(nodes)
+        barred = _barred(nodes)
         costs = _cut_costs(nodes)
         self._starts, self._costs = (
             [0],
@@ -96,9 +42,7 @@ class OperationChain:
         for index, node in enumerate(nodes):
             if not weights[node]:
                 continue
-            free = [
-                cut for cut in range(index if last is None else last + 1, index + 1) if cut not in self.barred
-            ]
+            free = [cut for cut in range(index if last is None else last + 1, index + 1) if cut not in barred]
             if last is not None and free:
                 self._starts.append(min(reversed(free), key=costs.__getitem__))
                 self._costs.append(costs[self._starts[-1]])
@@ -137,8 +81,9 @@ class OperationChain:
         ]
 
 
-def _barred(nodes: Sequence[fx.Node]) -> dict[int, str]:
-    barred: dict[int, str] = {}
+def _barred(nodes: Sequence[fx.Node]) -> set[int]:
+    """Positions before which no cut is possible: what follows writes in place, or needs what cannot be sent."""
+    barred: set[int] = set()
     created: dict[int, int] = {}
     order = {node: index for index, node in enumerate(nodes)}
     for node, index in order.items():
@@ -146,11 +91,9 @@ def _barred(nodes: Sequence[fx.Node]) -> dict[int, str]:
         if isinstance(first, torch.Tensor):
             created.setdefault(storage(first), index)
         for written in node.meta["writes"]:
-            for cut in range(created.setdefault(written, index) + 1, index + 1):
-                barred.setdefault(cut, f"{where(node)} writes in place what was made before the cut")
+            barred.update(range(created.setdefault(written, index) + 1, index + 1))
         if form_of(node) is None:
-            for cut in range(index + 1, max(order.get(user, index) for user in [node, *node.users]) + 1):
-                barred.setdefault(cut, f"the result of {where(node)} has no one axis that is the samples")
+            barred.update(range(index + 1, max(order.get(user, index) for user in [node, *node.users]) + 1))
     return barred
 
 
@@ -188,34 +131,22 @@ class TorchPlan(SplitPlan):
     pieces: tuple[tuple[Piece, ...], ...] = field(repr=False, compare=False)
     forms: Mapping[str, Form] = field(repr=False, compare=False)
 
-    @property
-    def places(self) -> dict[str, int]:
-        """A map with which `plan_split` makes the same plan, if no layer is divided."""
-        return {node.name: stage.part for stage in self.stages for node in self.nodes[stage.number]}
-
 
 def plan_split(
     model: TorchModel,
     example: Batch,
     parts: int,
     *,
-    map: Mapping[str, int | Sequence[int]] | None = None,  # noqa: A002  what users call it
-    by: Literal["bytes", "seconds"] = "bytes",
     divides: bool = True,
     rounds: int = 1,
 ) -> TorchPlan:
-    """Plans how to divide a model over parts. Each process finds the same plan by itself, unless it measures.
+    """Plans how to divide a model over parts, of about equal bytes. Each process finds the same plan by itself.
 
     Args:
         model: the whole model, which is not built.
         example: a minibatch, whose samples have the shapes and dtypes of all later ones.
         parts: number of parts, K >= 1.
-        map: the part of each module, by its qualified name; a name counts for all that is inside, unless a
-            longer name says otherwise. What it does not name is with the operation before. Several parts
-            divide the module, which must be one layer, by columns or rows.
-        by: what to balance if there is no map: the bytes of the parameters, or the seconds that each
-            operation takes for the example in this process. Others then take the map from `TorchPlan.places`.
-        divides: whether wide layers may be divided to balance bytes.
+        divides: whether wide layers may be divided, by columns or rows.
         rounds: number of stages of each part, which go round the parts. Above 1 no layer is divided.
 
     Raises:
@@ -224,15 +155,11 @@ def plan_split(
     if parts < 1:
         raise ConfigError(f"plan_split: parts is {parts}, expected at least 1")
     graph = record(model, example)
-    if map is not None:
-        graph, placed = _by_map(graph, parts, map)
-    elif rounds > 1:
+    if rounds > 1:
         groups = OperationChain(graph.nodes, _weights(graph)).place(parts * rounds)
         placed = {node: group % parts for node, group in groups.items()}
-    elif by == "bytes":
-        graph, placed = _by_weight(graph, parts, divides)
     else:
-        placed = OperationChain(graph.nodes, seconds_of(graph, example.num_samples)).place(parts)
+        graph, placed = _by_weight(graph, parts, divides)
     return plan_placed(graph, placed, parts)
 
 
@@ -244,64 +171,6 @@ def value_name(node: fx.Node) -> str:
 def parameter_of(value: str) -> str | None:
     """The parameter that a value of this name is; None if it is another value."""
     return value.removeprefix(_PARAMETER) if value.startswith(_PARAMETER) else None
-
-
-def _by_map(
-    graph: Graph, parts: int, given: Mapping[str, int | Sequence[int]]
-) -> tuple[Graph, dict[fx.Node, int]]:
-    modules, operations = dict(graph.blueprint.module.named_modules()), {node.name for node in graph.nodes}
-    for name, place in given.items():
-        if name not in modules and name not in operations:
-            raise ConfigError(
-                f"plan_split: map names {name!r}, and the model has no such module: see named_modules()"
-            )
-        places = [place] if isinstance(place, int) else list(place)
-        if not places or not all(0 <= part < parts for part in places) or len(set(places)) < len(places):
-            raise ConfigError(
-                f"plan_split: map[{name!r}] is {place}; expected parts from 0 to {parts - 1}, once each"
-            )
-        if not isinstance(place, int):
-            graph = _divided(graph, name, places, parts)
-    placed: dict[fx.Node, int] = {}
-    part = 0
-    for node in graph.nodes:
-        path = node.name if node.name in given else _path(node)
-        while path and not isinstance(given.get(path), int):
-            path = path.rpartition(".")[0]
-        own, named = part_of_piece(node), given.get(path)
-        part = part if own is not None or not isinstance(named, int) else named
-        placed[node] = part if own is None else own
-    chain = [node for node in graph.nodes if part_of_piece(node) is None]
-    barred = OperationChain(chain, dict.fromkeys(chain, 0)).barred
-    for index, (node, before) in enumerate(zip(chain[1:], chain, strict=False), 1):
-        if index in barred and placed[node] != placed[before]:
-            raise ConfigError(f"plan_split: map cuts before {where(node)}; {barred[index]}")
-    return graph, placed
-
-
-def _divided(graph: Graph, name: str, places: Sequence[int], parts: int) -> Graph:
-    """The graph with a layer divided by columns or rows."""
-    chain = [node for node in graph.nodes if f"{_path(node)}.".startswith(f"{name}." if name else "")]
-    if len(chain) == 1 and divisible(graph, chain[0]):
-        return divide(graph, chain[0], [(part in places) / len(places) for part in range(parts)])
-    if not chain:
-        raise ConfigError(
-            f"plan_split: map[{name!r}] names {len(places)} parts, but the forward pass computes nothing in this "
-            "module: leave it out of map"
-        )
-    raise ConfigError(
-        f"plan_split: {where(chain[0])}: map[{name!r}] names {len(places)} parts, and this cannot be divided; "
-        "expected one linear layer or convolution, without groups and hooks, padded by zeros, whose weight no other "
-        "layer uses"
-    )
-
-
-def _path(node: fx.Node) -> str:
-    """Qualified name of the module in which an operation is."""
-    if node.op == "call_module":
-        return str(node.target)
-    stack = node.meta.get("nn_module_stack")
-    return next(reversed(stack.values()))[0] if stack else ""
 
 
 def _by_weight(graph: Graph, parts: int, divides: bool) -> tuple[Graph, dict[fx.Node, int]]:
@@ -409,7 +278,7 @@ def _refuse_shared(graph: Graph, groups: Sequence[Sequence[fx.Node]]) -> None:
             if len(users[name]) > 1:
                 raise ConfigError(
                     f"plan_split: {where(node)}: changes buffer {name!r}, which stages {sorted(users[name])} use; "
-                    "expected one stage: put them on one part by a map"
+                    "expected one stage: take fewer parts"
                 )
 
 
@@ -421,8 +290,7 @@ def _carried(
     if form is None:
         raise ConfigError(
             f"cannot split the model behind {where(node)}: the result would be sent to another part, and only a tensor "
-            "with exactly one axis of samples can be sent; name the part of each layer with plan_split(map=...), so "
-            "that this layer and the one that uses its result are on one part"
+            "with exactly one axis of samples can be sent; take fewer parts, or give the result an axis of samples"
         )
     forms[name] = form
     values[name] = Value(
