@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from common import ROOT, Places, Record, command_line, put, recorded, table, where
 from gradstream.pipeline.schedule import make_schedule
-from gradstream.pipeline.timing import pipeline_times
+from kit.pipeline_timing import pipeline_times
 from own_loops import own_loops_table
 from pipeline_layers import chain_of_layers
 from recovery_tables import recovery_table

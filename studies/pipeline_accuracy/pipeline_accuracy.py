@@ -30,12 +30,12 @@ from torch.nn import functional
 import gradstream as gs
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.pipeline.executor import Stages, run_schedule
-from gradstream.pipeline.schedule import Schedule, depths, in_flight, make_schedule, weight_versions
-from gradstream.pipeline.stash import StashedStages
+from gradstream.pipeline.schedule import Schedule, depths, in_flight, make_schedule
 from gradstream.split.plan import SplitPlan
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, now, work_folder
+from kit.pipeline_versions import StashedStages, weight_versions
 from pipeline_layers import LayerStages, LocalChannel, chain_of_layers, initial_weights
 
 SIZES, PARTS, BATCH, EPOCHS, MOMENTUM = (784, 64, 64, 64, 10), 4, 32, 4, 0.9

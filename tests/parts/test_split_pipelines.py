@@ -20,7 +20,6 @@ from gradstream.pipeline.schedule import (
     make_schedule,
     version_read,
     versions_held,
-    weight_versions,
 )
 from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage
@@ -28,6 +27,7 @@ from gradstream.split.graph import Piece
 from gradstream.split.part_model import PartModel
 from gradstream.worker.parts.gradients import Values
 from gradstream.worker.parts.pipelined import Passes
+from kit.pipeline_versions import weight_versions
 from split_jobs import difference, net, run
 
 PARTS, LR = 4, 0.3

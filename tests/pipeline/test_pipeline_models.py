@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradstream.model import Batch, TorchModel, from_torch
-from gradstream.pipeline.schedule import make_schedule, weight_versions
-from gradstream.pipeline.stash import StashedStages
+from gradstream.pipeline.schedule import make_schedule
+from kit.pipeline_versions import StashedStages, weight_versions
 from pipeline_plans import run_parts
 from split_stages import Stages, batch_of, whole_gradient, whole_parameters
 

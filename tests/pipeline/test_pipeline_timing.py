@@ -10,8 +10,8 @@ import torch
 
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.pipeline.schedule import Schedule, StagePass, make_schedule
-from gradstream.pipeline.timing import PipelineTimes, pipeline_times
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
+from kit.pipeline_timing import PipelineTimes, pipeline_times
 from pipeline_plans import chain
 
 

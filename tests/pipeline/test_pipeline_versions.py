@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradstream.errors import ConfigError, InternalError
-from gradstream.pipeline.schedule import STREAMING, StagePass, make_schedule, weight_versions
-from gradstream.pipeline.stash import StashedStages, WeightStash
+from gradstream.pipeline.schedule import STREAMING, StagePass, make_schedule
 from gradstream.split.plan import DATA, SplitPlan
+from kit.pipeline_versions import StashedStages, WeightStash, weight_versions
 from pipeline_plans import UNITS, TorchStages, chain, compute, drawn_plan, run_parts
 
 SAMPLES = 2

@@ -159,7 +159,7 @@ def test_nodes_that_die_come_back_and_the_bits_stay(
 
 
 def test_nodes_end_with_their_launcher_and_the_run_is_resumed(job: Path) -> None:
-    run_dir = detached(job, "job", "--epochs", "2", "--checkpoint-every", "20")
+    run_dir = detached(job, "job", "--epochs", "2", "--set", "checkpoint_every=20")
     with pytest.raises(KeyboardInterrupt):
         gs.runs.attach(run_dir, on_event=Interrupts("checkpoint"))
     nodes = [pid_of(run_dir, name) for name in ("coordinator", "shard-0", "worker-0", "worker-1")]

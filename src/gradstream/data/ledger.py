@@ -278,22 +278,6 @@ class Ledger:
                 total += size
         return total
 
-    @property
-    def total_samples(self) -> int | None:
-        """The number of samples of the run, without those that were done when the plan began; None for a stream."""
-        total, whole = 0, None
-        for epoch in range(self.num_epochs):
-            like_others = epoch >= self.plan.progress.horizon and all(
-                self._span(partition, epoch) == self.plan.batches_per_epoch(partition)
-                for partition in range(len(self._sequences))
-            )
-            samples = whole if like_others and whole is not None else self.samples(epoch)
-            if samples is None:
-                return None
-            whole = samples if like_others else whole
-            total += samples
-        return total
-
     def progress(self) -> DataProgress:
         """The samples in the model: those of minibatches with a receipt, and those that the plan skipped."""
         first = self.num_complete

@@ -10,9 +10,7 @@ from gradstream.pipeline.schedule import (
     StagePass,
     endless_schedule,
     make_schedule,
-    weight_versions,
 )
-from gradstream.pipeline.stash import StashedStages, WeightedStages, WeightStash
 from gradstream.pipeline.synthetic import SyntheticGradients
 
 __all__ = [
@@ -24,14 +22,10 @@ __all__ = [
     "Schedule",
     "StagePass",
     "Stages",
-    "StashedStages",
     "SyntheticGradients",
     "TensorChannel",
     "TensorTransfer",
-    "WeightStash",
-    "WeightedStages",
     "endless_schedule",
     "make_schedule",
     "run_schedule",
-    "weight_versions",
 ]

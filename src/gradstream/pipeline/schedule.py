@@ -309,35 +309,6 @@ def versions_held(name: str, plan: SplitPlan, part: int) -> int:
     return {"pipedream-vertical": max(depths(plan)), "2bw": 2, "delayed": 1}[name]
 
 
-def weight_versions(
-    name: str, plan: SplitPlan, schedules: Sequence[Schedule], *, micro_batches: int = 1
-) -> dict[StagePass, int]:
-    """The version that each forward and backward of a stream reads.
-
-    Args:
-        name: one of STREAMING.
-        plan: plan of the split model.
-        schedules: the schedules of all parts for the whole stream.
-        micro_batches: micro-batches of a minibatch, M: 1, but for "2bw".
-
-    Raises:
-        UnknownNameError, ConfigError: the arguments do not go together.
-    """
-    check_streaming(name, plan, micro_batches)
-    versions: dict[StagePass, int] = {}
-    for part, schedule in enumerate(schedules):
-        done = {stage.number: 0 for stage in plan.stages_of(part)}  # backwards
-        for step in (step for step in schedule if step.stage != DATA):
-            newest = min(done.values()) // micro_batches
-            if step.kind == "forward":
-                versions[step] = version_read(name, plan, step.micro_batch // micro_batches, newest)
-            else:
-                forward = StagePass("forward", step.stage, step.micro_batch)
-                versions[step] = newest if name == "delayed" else versions[forward]
-                done[step.stage] += 1
-    return versions
-
-
 def check_streaming(name: str, plan: SplitPlan, micro_batches: int) -> None:
     """Raises UnknownNameError or ConfigError if a stream cannot be trained so."""
     if name not in STREAMING:

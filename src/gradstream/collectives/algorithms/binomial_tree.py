@@ -53,9 +53,3 @@ def cost(size: int) -> ScheduleCost:
     """2⌈lg p⌉α + 2⌈lg p⌉nβ + ⌈lg p⌉nγ; exact if p is a power of two, otherwise an upper bound."""
     levels = (size - 1).bit_length()
     return ScheduleCost(2 * levels, 2 * levels, levels)
-
-
-def broadcast_cost(size: int) -> ScheduleCost:
-    """⌈lg p⌉α + ⌈lg p⌉nβ."""
-    levels = (size - 1).bit_length()
-    return ScheduleCost(levels, levels)

@@ -1,16 +1,45 @@
-"""Weights of several versions: what a part keeps of them, and stages that read the version of their pass."""
+"""A plain model of streams: the version that each pass reads, what a part keeps, and stages that read it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from gradstream.errors import InternalError
-from gradstream.pipeline.schedule import Kind, Schedule, StagePass
-from gradstream.split.plan import DATA
+from gradstream.pipeline.schedule import Kind, Schedule, StagePass, check_streaming, version_read
+from gradstream.split.plan import DATA, SplitPlan
+
+
+def weight_versions(
+    name: str, plan: SplitPlan, schedules: Sequence[Schedule], *, micro_batches: int = 1
+) -> dict[StagePass, int]:
+    """The version that each forward and backward of a stream reads.
+
+    Args:
+        name: one of STREAMING.
+        plan: plan of the split model.
+        schedules: the schedules of all parts for the whole stream.
+        micro_batches: micro-batches of a minibatch, M: 1, but for "2bw".
+
+    Raises:
+        UnknownNameError, ConfigError: the arguments do not go together.
+    """
+    check_streaming(name, plan, micro_batches)
+    versions: dict[StagePass, int] = {}
+    for part, schedule in enumerate(schedules):
+        done = {stage.number: 0 for stage in plan.stages_of(part)}  # backwards
+        for step in (step for step in schedule if step.stage != DATA):
+            newest = min(done.values()) // micro_batches
+            if step.kind == "forward":
+                versions[step] = version_read(name, plan, step.micro_batch // micro_batches, newest)
+            else:
+                forward = StagePass("forward", step.stage, step.micro_batch)
+                versions[step] = newest if name == "delayed" else versions[forward]
+                done[step.stage] += 1
+    return versions
 
 
 class WeightedStages(Protocol):
