@@ -13,8 +13,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 
 from gradstream.model import Batch, TorchModel, from_torch
 from gradstream.split import divide as divide_file
-from gradstream.split.balance import contiguous_groups, filled
-from gradstream.split.cut import TorchPlan, plan_split
+from gradstream.split.cut import TorchPlan, contiguous_groups, filled, plan_split
 from split_stages import Stages, batch_of, whole_gradient, whole_parameters
 
 CAN_BE_WIDE = [(96, 15, 6, 5), (6, 40, 5), (20, 3), (4, 40, 41, 4), (5, 5, 5, 5, 40, 30), (3, 64, 3)]

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError, InternalError, UnknownNameError
 from gradstream.model.base import Reduction
@@ -337,11 +339,21 @@ class PeerStrategy(Strategy):
     """
 
     topology: ClassVar[str] = "pairs"
+    partitioning: ClassVar[Partitioning] = "rounds"
+    survives_worker_loss: ClassVar[bool] = True
+
+    every: int = 1
+    """H, minibatches of each worker in a round."""
 
     @property
+    @override
     def local_rounds(self) -> bool:
-        """See `Strategy.local_rounds`: always."""
         return True
+
+    @property
+    @override
+    def local_steps(self) -> int:
+        return self.every
 
     @property
     def state_names(self) -> tuple[str, ...]:

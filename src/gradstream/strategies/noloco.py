@@ -37,9 +37,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from typing_extensions import override
 
-from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.optim import AdamW
 from gradstream.optim.base import Optimizer
@@ -73,8 +71,6 @@ class NoLoCo(PeerStrategy):
     outer_momentum: float = 0.5
     pull: float = 0.7
 
-    partitioning: ClassVar[Partitioning] = "rounds"
-    survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
 
     def __post_init__(self) -> None:
@@ -94,11 +90,6 @@ class NoLoCo(PeerStrategy):
                 f"NoLoCo(pull={pull!r}, outer_momentum={momentum!r}): expected a pull above 0 and below "
                 f"{2 * (1 + momentum):g}: at 0 workers never come together, and from there on they fly apart"
             )
-
-    @property
-    @override
-    def local_steps(self) -> int:
-        return self.every
 
     @property
     def state_names(self) -> tuple[str, ...]:

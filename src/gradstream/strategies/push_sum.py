@@ -32,9 +32,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from typing_extensions import override
 
-from gradstream.data.base import Partitioning
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import PeerWorker
@@ -60,17 +58,10 @@ class PushSum(PeerStrategy):
 
     every: int = 1
 
-    partitioning: ClassVar[Partitioning] = "rounds"
-    survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"every": 1}
 
     def __post_init__(self) -> None:
         check_count("PushSum", "every", self.every, "minibatches")
-
-    @property
-    @override
-    def local_steps(self) -> int:
-        return self.every
 
     @property
     def numbers(self) -> Mapping[str, float]:

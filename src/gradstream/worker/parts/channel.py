@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,18 +27,7 @@ from gradstream.split.plan import DATA, SplitPlan, Value
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.transport.tagged_tensors import PARKED_S
 from gradstream.wire import v1
-from gradstream.worker.parts.messages import (
-    MESSAGE_ELEMS,
-    Message,
-    PartDecision,
-    PartGradientTurn,
-    PartOutcome,
-    PartReport,
-    PartStandsIn,
-    PartTurn,
-    decode,
-    encode,
-)
+from gradstream.worker.parts.messages import KINDS, MESSAGE_ELEMS, M, Message, decode, encode
 from gradstream.worker.parts.sockets import PartSockets
 
 # ---- value forms -------------------------------------------------------------------------
@@ -138,24 +127,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 # ---- channel -----------------------------------------------------------------------------
 
-_TAGS: Mapping[type, int] = {
-    PartTurn: 0,
-    PartReport: 1,
-    PartDecision: 2,
-    PartOutcome: 3,
-    PartStandsIn: 4,
-    PartGradientTurn: 5,
-}
 NEWS_S, RETRY_S = 60.0, 0.01
 """Seconds in which the coordinator's news reach every process, at most, and between two tries until then."""
 
-VECTORS, VALUES = 6, 7
-"""Tags; those from VALUES on are of the model's values."""
+VECTORS, VALUES = len(KINDS), len(KINDS) + 1
+"""Tags, behind those of messages; those from VALUES on are of the model's values."""
 
 BRIEF_ELEMS = 1 << 17
 """So many elements are encoded without a change of thread."""
-
-M = TypeVar("M", PartTurn, PartReport, PartDecision, PartOutcome, PartStandsIn, PartGradientTurn)
 
 
 class PartChannel:
@@ -286,7 +265,7 @@ class PartChannel:
 
     def say(self, part: int, message: Message) -> None:
         """Sends a message to a part, after those of its kind before it."""
-        tag = _TAGS[type(message)]
+        tag = KINDS.index(type(message))
         before = self._last.get((part, tag))
 
         async def in_order() -> None:
@@ -314,7 +293,7 @@ class PartChannel:
 
     async def hear(self, part: int, kind: type[M]) -> M:
         """The next message of this kind from a part."""
-        tag, what = _TAGS[kind], f"its next {kind.__name__}"
+        tag, what = KINDS.index(kind), f"its next {kind.__name__}"
         return decode(kind, await self._receive(part, tag, (MESSAGE_ELEMS,), torch.float64, what))
 
     # ---- vectors --------------------------------------------------------------------------

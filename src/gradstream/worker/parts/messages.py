@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -120,7 +121,10 @@ class PartStandsIn:
 
 
 Message: TypeAlias = PartTurn | PartReport | PartDecision | PartOutcome | PartStandsIn | PartGradientTurn
-M = TypeVar("M", PartTurn, PartReport, PartDecision, PartOutcome, PartStandsIn, PartGradientTurn)
+KINDS: Sequence[type[Message]] = get_args(Message)
+"""The place of a kind is its tag."""
+
+M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> torch.Tensor:

@@ -72,18 +72,16 @@ class PartFollower(Agreement):
     Args:
         channel: to the other parts.
         model: of this part.
-        gate: of this part, which takes from the worker's whether it trains alone.
 
     Attributes:
         carry_out: carries out a turn that begins no minibatch, and no flush.
         epoch: membership epoch under which this part has voted last.
     """
 
-    def __init__(self, channel: PartChannel, model: PartModel, gate: BatchGate) -> None:
+    def __init__(self, channel: PartChannel, model: PartModel) -> None:
         super().__init__()
         self._channel = channel
         self._model = model
-        self._gate = gate
         self.epoch = 0
         self.carry_out: Callable[[PartTurn], Awaitable[None]] = _unserved
         self._num_heard = 0
@@ -262,7 +260,7 @@ class PartNode:
         limits = config.plan.job.deadlines.silence_s, config.micro_batch_samples
         self._channel = PartChannel(runtime, endpoint, self._names, config.model, self._failed, *limits)
         self._gate = FollowerGate(runtime.node)
-        self._follower = PartFollower(self._channel, self._model, self._gate)
+        self._follower = PartFollower(self._channel, self._model)
         self._follower.carry_out = self._carry_out
         self._source = FollowedSchedule(
             plan=config.batch_plan,
