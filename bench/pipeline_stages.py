@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from common import RESULTS, ROOT, command_line, keep, now
 from gradstream.machine.description import describe_machine, git_commit
-from gradstream.pipeline.executor import TensorTransfer, run_schedule
+from gradstream.pipeline.executor import PipelineExecutor, TensorTransfer
 from gradstream.pipeline.schedule import make_schedule
 from gradstream.split.plan import SplitPlan
 from pipeline_layers import chain_of_layers
@@ -128,7 +128,9 @@ def measured(rank: int, folder: str, name: str, width: int, repeats: int) -> dic
 
     def ours() -> None:
         loop.run(
-            run_schedule(plan, rank, schedule, stage, channel, lambda value, number: rows[value][number])
+            PipelineExecutor(plan, rank, stage, channel, lambda value, number: rows[value][number]).run(
+                schedule
+            )
         )
         channel.finish()
 

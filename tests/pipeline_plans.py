@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradstream.pipeline.executor import Stages, TensorTransfer, run_schedule
+from gradstream.pipeline.executor import PipelineExecutor, Stages, TensorTransfer
 from gradstream.pipeline.schedule import Schedule
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
@@ -170,7 +170,7 @@ def run_parts(
     async def all_parts() -> None:
         works = []
         for part, schedule in enumerate(schedules):
-            works.append(run_schedule(plan, part, schedule, stages[part], channel, data))
+            works.append(PipelineExecutor(plan, part, stages[part], channel, data).run(schedule))
         await runtime.gather(*works)
 
     cluster.run(all_parts())

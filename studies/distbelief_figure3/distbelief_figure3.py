@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from gradstream.pipeline.executor import TensorTransfer, run_schedule
+from gradstream.pipeline.executor import PipelineExecutor, TensorTransfer
 from gradstream.pipeline.schedule import StagePass
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
@@ -173,7 +173,9 @@ def seconds(plan: SplitPlan, flops: Flops, samples: int) -> float:
             passes = [StagePass("forward", one, 0) for one in own]
             passes += [StagePass("backward", one, 0) for one in own[::-1]]
             works.append(
-                run_schedule(plan, part, [*reads, *passes], machine, machine, lambda name, number: _NOTHING)
+                PipelineExecutor(plan, part, machine, machine, lambda name, number: _NOTHING).run(
+                    [*reads, *passes]
+                )
             )
         await runtime.gather(*works)
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 import gradstream as gs
 from gradstream.machine.description import describe_machine, git_commit
-from gradstream.pipeline.executor import Stages, run_schedule
+from gradstream.pipeline.executor import PipelineExecutor, Stages
 from gradstream.pipeline.schedule import Schedule, depths, in_flight, make_schedule
 from gradstream.split.plan import SplitPlan
 
@@ -49,7 +49,8 @@ async def run_all(
     """All parts, in this process."""
     channel = LocalChannel()
     works = [
-        run_schedule(plan, part, each, stages[part], channel, data) for part, each in enumerate(schedules)
+        PipelineExecutor(plan, part, stages[part], channel, data).run(each)
+        for part, each in enumerate(schedules)
     ]
     await asyncio.gather(*works)
 

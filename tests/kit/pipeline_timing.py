@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradstream.pipeline.executor import TensorTransfer, run_schedule
+from gradstream.pipeline.executor import PipelineExecutor, TensorTransfer
 from gradstream.pipeline.schedule import Kind, Schedule, StagePass
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.split.plan import SplitPlan
@@ -65,7 +65,7 @@ def pipeline_times(
 
     async def all_parts() -> None:
         works = [
-            run_schedule(plan, part, schedule, timed, link, lambda name, number: _NOTHING)
+            PipelineExecutor(plan, part, timed, link, lambda name, number: _NOTHING).run(schedule)
             for part, schedule in enumerate(schedules)
         ]
         await runtime.gather(*works)

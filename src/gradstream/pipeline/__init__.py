@@ -1,6 +1,6 @@
 """Pipelines: the order in which the parts of a split model compute, as data; its executor; parts that train apart."""
 
-from gradstream.pipeline.executor import PipelineExecutor, Stages, TensorChannel, TensorTransfer, run_schedule
+from gradstream.pipeline.executor import PipelineExecutor, Stages, TensorChannel, TensorTransfer
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import (
     FLUSHING,
@@ -27,5 +27,4 @@ __all__ = [
     "TensorTransfer",
     "endless_schedule",
     "make_schedule",
-    "run_schedule",
 ]

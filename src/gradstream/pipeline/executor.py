@@ -81,35 +81,17 @@ class TensorChannel(Protocol):
         ...
 
 
-async def run_schedule(
-    plan: SplitPlan,
-    part: int,
-    schedule: Schedule,
-    stages: Stages,
-    channel: TensorChannel,
-    data: Callable[[str, int], torch.Tensor],
-) -> None:
-    """Carries out the schedule of one part. Sends continue while it computes.
+class PipelineExecutor:
+    """Carries out the schedule of one part, which may come piece by piece. Sends continue while it computes.
+
+    It holds the tensors of a part between its passes: each until the last use on this part.
 
     Args:
         plan: plan of the split model.
         part: number of this part.
-        schedule: passes of this part.
-        stages: computes them.
+        stages: computes the passes.
         channel: leads to the other parts.
         data: (name, micro-batch) → value of the minibatch, on part 0. Called once for each use: return a view.
-
-    Raises:
-        InternalError: `stages` leaves out a value or a gradient.
-        BaseException: whatever `stages` or `channel` raises. The rest is cancelled first.
-    """
-    await PipelineExecutor(plan, part, stages, channel, data).run(schedule)
-
-
-class PipelineExecutor:
-    """As `run_schedule`, for a schedule that comes piece by piece.
-
-    It holds the tensors of a part between its passes: each until the last use on this part.
     """
 
     def __init__(
@@ -136,7 +118,12 @@ class PipelineExecutor:
         self._post: Callable[[TensorTransfer, torch.Tensor], Awaitable[None]] = self._enqueue
 
     async def run(self, schedule: Schedule) -> None:
-        """Carries out the next passes. Raises as `run_schedule`."""
+        """Carries out the next passes.
+
+        Raises:
+            InternalError: `stages` leaves out a value or a gradient.
+            BaseException: whatever `stages` or `channel` raises. The rest is cancelled first.
+        """
         self._post = self._enqueue
 
         async def compute() -> None:

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from gradstream.errors import ConfigError, InternalError, ReplicasDifferError
 from gradstream.memory import Vector
 from gradstream.model.base import Batch
-from gradstream.pipeline.executor import run_schedule
+from gradstream.pipeline.executor import PipelineExecutor
 from gradstream.pipeline.schedule import StagePass
 from gradstream.runtime.base import Runtime, Work
 from gradstream.session.bridge import LoopBridge
@@ -223,7 +223,7 @@ class PartLink:
             passes = [StagePass("forward", DATA, 0), *passes] if model.part == 0 else passes
             stages = _Stages(context.runtime, compute)
             data = values.of if model.part == 0 else nothing
-            await run_schedule(model.plan, model.part, passes, stages, channel, data)
+            await PipelineExecutor(model.plan, model.part, stages, channel, data).run(passes)
             if model.part == self._last:
                 nonlocal found
                 found = self._hook.last if training else _Outputs(_tensors_in(stages.result["outputs"]))
@@ -268,7 +268,8 @@ class PartLink:
             self._encoded.sizes = [made.samples]
             passes = [StagePass("backward", stage, 0) for stage in reversed(self._own)]
             stages = _Stages(context.runtime, compute)
-            await run_schedule(self._model.plan, self._model.part, passes, stages, self._encoded, nothing)
+            model = self._model
+            await PipelineExecutor(model.plan, model.part, stages, self._encoded, nothing).run(passes)
 
         self._bridge.ask(run)
 

@@ -15,7 +15,7 @@ from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.model.base import Batch, Layout, Reduction
 from gradstream.model.buffers import Buffers
-from gradstream.pipeline.executor import run_schedule
+from gradstream.pipeline.executor import PipelineExecutor
 from gradstream.pipeline.schedule import StagePass
 from gradstream.runtime.base import Report, Runtime, Work
 from gradstream.split.hybrid_model import HybridModel
@@ -66,7 +66,7 @@ async def compute_outputs(
         stages = [StagePass("forward", DATA, 0), *stages]
         data = Values(model, batch, [0, samples]).of
     channel.sizes = [samples]
-    await run_schedule(model.plan, model.part, stages, found, channel, data)
+    await PipelineExecutor(model.plan, model.part, found, channel, data).run(stages)
     return found.result
 
 
