@@ -1,7 +1,7 @@
 """The launcher process of a detached run: `python -P -m gradstream._detached RUN`.
 
 In a session of its own it does what `gradstream train` does: it starts the nodes, follows them to the end, and
-evaluates the model. Its output goes to `logs/launcher.log`. It takes the lock before it imports anything heavy, so
+evaluates the model. Its output goes to `logs/launcher.log`. It takes the lock before it reads the job, so
 that the command that starts it returns soon.
 """
 
@@ -127,7 +127,6 @@ def _hold(run_dir: Path) -> int:
 
 def _launch(run_dir: Path, signals: StopSignals) -> int:
     with signals.held():  # a second signal would leave nodes behind
-        # torch is imported from here on.
         from gradstream._launch import run_nodes
         from gradstream.run.failures import evaluate, failed_event
         from gradstream.run.followed_events import FollowedEvents

@@ -12,16 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from typing_extensions import override
 
 from gradstream.errors import InternalError
+from gradstream.job.job import Job, is_script
 from gradstream.run.local.environment import python_environment, there
 from gradstream.runtime.storage import private_folder
-
-if TYPE_CHECKING:
-    from gradstream.job.job import Job
 
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.placement:main"
 """Main functions of processes: a node, and a worker that is a script with its own training loop."""
@@ -39,10 +37,6 @@ shapes, and with the first optimizer that a process makes."""
 
 def modules_of(job: Job) -> tuple[str, ...]:
     """What the workers of a job need besides what all nodes need, and would each import by themselves."""
-    from gradstream.job.job import (
-        is_script,  # and torch, which a detached launcher imports when it has its lock
-    )
-
     return (OF_PARTS if job.split > 1 else ()) + (OF_LOOPS if is_script(job) else ())
 
 
