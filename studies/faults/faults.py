@@ -1,6 +1,6 @@
 """Question: does any mixture of faults lose a sample, tear an update, or change a bit?
 
-Small runs on virtual time, each with one to five faults that its seed draws (`gradstream.testing.faults`): killed and
+Small runs on virtual time, each with one to five faults that its seed draws (`tests/kit/faults.py`): killed and
 stopped nodes, also the coordinator, cut and bad links, slow machines, clocks that stand still, full disks. Under
 strategies without rounds a token model counts each sample in each chunk; under `synchronous` and `allreduce` the final
 parameters are compared with those of the run without faults. A run may also end because no worker is left, and must
@@ -28,12 +28,12 @@ import numpy as np
 
 import gradstream as gs
 from gradstream.job.plan import shard_name, worker_name
-from gradstream.testing.faults import DiskFull, FailingStorage, FaultPlan, Scene
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
 from gradstream.testing.tokens import check_exactly_once
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import command_line, keep, origin
+from kit.faults import DiskFull, FailingStorage, FaultPlan, Scene
 
 EPOCHS, UNTIL_S, HANGS_S = 6, 0.8, 300
 WORKERS, SHARDS, KEPT_EVERY = 3, 2, 100

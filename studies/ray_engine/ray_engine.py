@@ -29,10 +29,10 @@ from typing import Any
 import gradstream as gs
 from gradstream.ext.ray.engine import RayEngine
 from gradstream.job.files import load_job
-from gradstream.testing.process_faults import process_tree
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep_part, kept, origin
+from kit.process_faults import process_tree
 
 RECORD = Path(__file__).with_name("record.json")
 JOB = ROOT / "examples" / "caltech101.py"

@@ -37,11 +37,11 @@ from gradstream.machine.description import describe_machine, git_commit
 from gradstream.run.local import LocalCluster
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
-from gradstream.testing.process_faults import Stopper
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, keep, kept
 from kit.machines import Machines, unavailable
+from kit.process_faults import Stopper
 
 RESULT = Path(__file__).resolve().with_name("record.json")
 LEASE_S = 10.0

@@ -11,7 +11,7 @@ node is killed (SIGKILL) or stands still for half or one and a half times `lease
 a core for a while, or the disk of the run directory is full for a while (a tmpfs; the last two take root). A fault
 counts once its signal was sent, its quota set, or the disk full; nobody looks what came of it.
 
-With `--links` all connections go through a proxy (`gradstream.testing.proxy`), which also cuts a worker off for half or
+With `--links` all connections go through a proxy (`tests/kit/link_proxy.py`), which also cuts a worker off for half or
 one and a half times `lease_s` (from a node or from all, one way or both), and for `lease_s` makes a link slow, loses
 frames on it together with their connections, damages bytes, delivers streams twice, or lets them overtake one another.
 Such a fault counts where something was hit. Not with `allreduce`: a group needs its connections.
@@ -58,13 +58,12 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
-from gradstream.testing.fault_kinds import Flaw
-from gradstream.testing.faults import Corrupt, Cut, Duplicate, Lose, Reorder, SlowLink
-from gradstream.testing.proxy import LinkFault, LinkProxy, ProxiedCluster
 from gradstream.testing.tokens import TokenAudit, Tokens, numbered
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, kept, now
+from kit.faults import Corrupt, Cut, Duplicate, Flaw, Lose, Reorder, SlowLink
+from kit.link_proxy import LinkFault, LinkProxy, ProxiedCluster
 from kit.machines import CpuQuota, no_quota
 
 RESULT = Path(__file__).with_name("record.json")

@@ -28,10 +28,10 @@ from gradstream.runtime import Cost, Link, Network, RealRuntime, SimulationConfi
 from gradstream.telemetry.events import GroupEvent
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.runs import least_squares
-from gradstream.testing.schedule_checks import execute
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from kit.group_runs import VirtualRanks
+from kit.schedule_checks import execute
 
 LAYOUTS = (
     [[0, 1], [2, 3]],

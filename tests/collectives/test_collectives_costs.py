@@ -15,8 +15,8 @@ from gradstream.collectives.message_group import MessageGroup
 from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import InternalError
 from gradstream.runtime import Cost, Link, Network, SimulationConfig
-from gradstream.testing.schedule_checks import check_allreduce, execute, schedules_of
 from kit.group_runs import VirtualRanks
+from kit.schedule_checks import check_allreduce, execute, schedules_of
 
 SIZES = [*range(1, 10), 12, 16, 32, 64]
 ALPHA_S, BYTES_S = 1e-3, 1e9  # a byte takes a nanosecond: the clock rounds nothing

@@ -14,8 +14,8 @@ from gradstream.collectives.group import Group
 from gradstream.errors import DeadlineError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import Link, Network, Partition, SimulationConfig
-from gradstream.testing.schedule_checks import check_allreduce
 from kit.group_runs import VirtualRanks
+from kit.schedule_checks import check_allreduce
 from standstill import Standstill
 
 SIZE, ELEMS, SILENCE_S = 4, 64, 1.0

@@ -8,7 +8,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.runtime.simulation import Cost, SimulationConfig
-from gradstream.testing.faults import FaultPlan, Kill
+from kit.faults import FaultPlan, Kill
 from split_jobs import SAMPLES, difference, run
 
 CONFIG = SimulationConfig(costs={"forward": Cost(base_s=0.01), "backward": Cost(base_s=0.02)})

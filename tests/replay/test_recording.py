@@ -29,8 +29,8 @@ from gradstream.recording import (
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.testing.faults import FailingStorage
 from gradstream.testing.runs import least_squares
+from kit.faults import FailingStorage
 
 WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},

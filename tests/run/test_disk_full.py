@@ -32,8 +32,8 @@ from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.telemetry.events import CheckpointFailedEvent, FailedEvent, FinishedEvent, StepEvent, encode
-from gradstream.testing.faults import FailingStorage
 from gradstream.testing.runs import QUICK, least_squares
+from kit.faults import FailingStorage
 
 ERRORS = pytest.mark.parametrize("number", sorted(DISK_ERRORS), ids=lambda number: errno.errorcode[number])
 

@@ -29,12 +29,12 @@ from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.testing import TokenAudit, Tokens, numbered
-from gradstream.testing.faults import Cut, FaultPlan
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
 from gradstream.testing.trials import Record, bad_world, observed
 from gradstream.transport.access import AccessControl
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.wire import v1
+from kit.faults import Cut, FaultPlan
 
 SAMPLES, EPOCHS = 32, 3
 SEEDS = range(int(os.environ["ONCE_SEEDS"])) if "ONCE_SEEDS" in os.environ else range(9, 18)

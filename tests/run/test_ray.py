@@ -22,8 +22,8 @@ from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCod
 from gradstream.ext.ray.engine import RayEngine
 from gradstream.job.files import load_job
 from gradstream.testing import TokenAudit
-from gradstream.testing.process_faults import process_tree
 from kit.machines import Machine, Machines, unavailable
+from kit.process_faults import process_tree
 from slow_tokens import SAMPLES, events, job_text
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradstream[ray]'")

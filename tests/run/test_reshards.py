@@ -27,9 +27,9 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.shard import copies
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.testing import TokenAudit, Tokens, numbered
-from gradstream.testing.faults import FaultPlan, Kill
 from gradstream.testing.runs import QUICK, UNSTEADY, count_tokens, least_squares
 from gradstream.testing.trials import Record, bad_world, observed
+from kit.faults import FaultPlan, Kill
 
 SAMPLES, EPOCHS, WORKERS = 24, 6, 3
 SEEDS = range(int(os.environ["RESHARD_SEEDS"])) if "RESHARD_SEEDS" in os.environ else range(8, 16)

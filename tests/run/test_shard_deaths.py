@@ -34,10 +34,10 @@ from gradstream.server.shard.backup import BackupHolder, BackupOnPeer
 from gradstream.server.shard.backup_log import BackupLog
 from gradstream.server.shard.copies import ChunkCopies
 from gradstream.testing import TokenAudit, Tokens, numbered
-from gradstream.testing.faults import FaultPlan, Kill
 from gradstream.testing.runs import QUICK, UNSTEADY, count_tokens, kill_at
 from gradstream.testing.trials import Record, bad_world, observed
 from gradstream.wire import v1
+from kit.faults import FaultPlan, Kill
 
 SAMPLES, EPOCHS, WORKERS = 24, 4, 3
 SEEDS = int(os.environ.get("SHARD_SEEDS", "8"))

@@ -18,8 +18,8 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
-from gradstream.testing.process_faults import Stopper
 from kit.machines import Machines, unavailable
+from kit.process_faults import Stopper
 from machine_command import Command
 
 LEASE_S = 2.0

@@ -17,8 +17,8 @@ from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.server.shard.backup_log import BackupLog
-from gradstream.testing.faults import FailingStorage
 from gradstream.wire import v1
+from kit.faults import FailingStorage
 
 PATH = "backups/shard-0.log"
 ELEMS = 64

@@ -11,7 +11,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.coordinator.durable.store import StateStore
-from gradstream.testing.faults import (
+from kit.faults import (
     Corrupt,
     Cut,
     DiskFull,

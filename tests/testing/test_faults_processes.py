@@ -16,7 +16,9 @@ from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
-from gradstream.testing.faults import (
+from gradstream.testing.runs import UNSTEADY
+from gradstream.testing.tokens import Tokens, check_exactly_once
+from kit.faults import (
     Corrupt,
     Cut,
     DiskFull,
@@ -32,9 +34,8 @@ from gradstream.testing.faults import (
     SlowLink,
     Stop,
 )
-from gradstream.testing.proxy import LinkProxy
-from gradstream.testing.runs import UNSTEADY
-from gradstream.testing.tokens import Tokens, check_exactly_once
+from kit.link_proxy import LinkProxy
+from kit.process_faults import on_processes
 
 SAMPLES, EPOCHS = 64, 8
 NODES = ["coordinator", "shard-0", "shard-1", "worker-0", "worker-1", "worker-2"]
@@ -80,7 +81,7 @@ def test_one_plan_on_virtual_time_and_on_processes(job: MakeJob, tmp_path: Path)
     simulated = gs.simulate(
         job(model=Tokens(3), carrier="auto"), config=virtual.config(UNSTEADY, NODES), script=virtual
     )
-    run = real.on_processes(job(), tmp_path / "run")
+    run = on_processes(real, job(), tmp_path / "run")
     for one in (simulated, run):
         check_exactly_once(one, SAMPLES, EPOCHS)
         assert "worker-2" in one.summary["workers_lost"]
@@ -95,14 +96,14 @@ def test_links_of_grpc(job: MakeJob, tmp_path: Path) -> None:
         SlowLink("worker-2", "coordinator", 0.05),
         Corrupt("shard-1", "worker-2", 0.03),
     ]
-    run = FaultPlan(faults).on_processes(job(carrier="grpc"), tmp_path / "run")
+    run = on_processes(FaultPlan(faults), job(carrier="grpc"), tmp_path / "run")
     check_exactly_once(run, SAMPLES, EPOCHS)
 
 
 def test_damaged_bytes_over_tls(job: MakeJob, tmp_path: Path) -> None:
     listening = Listening(address=Address("127.0.0.1"), machines=1, workers_per_machine=3)
     plan = FaultPlan([Corrupt("worker-1", "shard-0", 0.04), Corrupt("shard-1", "worker-0", 0.04)])
-    run = plan.on_processes(job(carrier="grpc"), tmp_path / "run", listening=listening)
+    run = on_processes(plan, job(carrier="grpc"), tmp_path / "run", listening=listening)
     check_exactly_once(run, SAMPLES, EPOCHS)
     assert plan.kinds == {"corrupt": 2}
 
@@ -113,14 +114,14 @@ def test_a_ring_whose_rank_is_killed_behind_a_slow_link(job: MakeJob, tmp_path: 
         strategy="allreduce", strategy_options={"algorithm": "ring"}, servers=None, batch_size=2, epochs=4
     )
     faults: list[Fault] = [SlowLink("worker-0", "worker-1", 0.01), Kill("worker-2", 0.3)]
-    run = FaultPlan(faults).on_processes(ring, tmp_path / "run")
+    run = on_processes(FaultPlan(faults), ring, tmp_path / "run")
     alone = gs.simulate(replace(ring, model=Tokens(3), carrier="auto"))
     assert np.array_equal(run.parameters["tokens"], alone.parameters["tokens"])
 
 
 def test_a_plan_strikes_processes_in_rounds(job: MakeJob, tmp_path: Path) -> None:
     plan = FaultPlan([Kill("worker-1", 0.3), Stop("worker-2", 0.2, 0.5), Drain("worker-0", 0.6)])
-    run = plan.on_processes(job(carrier="auto", strategy="synchronous"), tmp_path / "run")
+    run = on_processes(plan, job(carrier="auto", strategy="synchronous"), tmp_path / "run")
     assert run.summary["samples_accounted"] == SAMPLES * EPOCHS
     assert plan.kinds == {"kill": 1, "stop": 1, "drain": 1}
     assert "worker-1" in run.summary["workers_lost"]
@@ -132,7 +133,7 @@ def test_a_fault_without_effect_is_an_error(job: MakeJob, tmp_path: Path) -> Non
         [Kill("worker-1", 99.0), Lose("shard-0", "shard-1", 1.0), SlowLink("worker-0", "shard-0", 0.001)]
     )
     with pytest.raises(AssertionError, match=r"2 of 3 faults had no effect: \[Kill.*Lose"):
-        plan.on_processes(job(epochs=1), tmp_path / "run")
+        on_processes(plan, job(epochs=1), tmp_path / "run")
     assert plan.kinds == {"slowlink": 1}
 
 
@@ -160,7 +161,7 @@ def test_what_processes_cannot_suffer_is_refused(
     fault: Fault, changes: dict[str, Any], message: str, job: MakeJob, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace("*", r"\*")):
-        FaultPlan([fault]).on_processes(job(**changes), tmp_path / "run")
+        on_processes(FaultPlan([fault]), job(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

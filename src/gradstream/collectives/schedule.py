@@ -6,7 +6,7 @@ elements, so that an executor may run the others at the same time, and a long st
 rank sends to another arrives in the order sent.
 
 A schedule is made by a pure function of (rank, size, elems), one for each algorithm, in
-`gradstream.collectives.algorithms`. `gradstream.testing.schedule_checks` executes the schedules of all ranks
+`gradstream.collectives.algorithms`. `tests/kit/schedule_checks.py` executes the schedules of all ranks
 on plain arrays.
 """
 

@@ -25,10 +25,45 @@ from gradstream.run.planning import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
-from gradstream.testing.fault_kinds import Cut, Departure, Duplicate, Fault, Flaw, Reorder, Stop
-from gradstream.testing.proxy import LinkProxy, ProxiedCluster
+from kit.faults import Cut, Departure, Duplicate, Fault, FaultPlan, Flaw, Reorder, Stop
+from kit.link_proxy import LinkProxy, ProxiedCluster
 
 # ---- process faults ----------------------------------------------------------------------
+
+
+def on_processes(
+    plan: FaultPlan,
+    job: Job,
+    run_dir: Path,
+    *,
+    listening: Listening | None = None,
+    on_event: OnEvent | None = None,
+) -> Run:
+    """Runs a job in processes of this machine, and injects the faults from the run's `started` event on.
+
+    Args:
+        plan: the faults.
+        job: from a file. Faults of links need the carrier `tcp` or `grpc`, and nothing that bypasses links.
+        run_dir: a new or empty directory.
+        listening: see `train`; its certificates make links encrypted. All nodes are on this machine.
+        on_event: see `train`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ConfigError: a fault is not possible here; nothing was started.
+        AssertionError: a fault has had no effect by the end.
+        GradstreamError: the run failed.
+    """
+    strikes = ProcessFaults(plan.faults, job, run_dir)
+    try:
+        run = strikes.run(listening, on_event)
+    finally:
+        plan.struck |= strikes.struck
+    missed = [fault for fault in plan.faults if fault not in plan.struck]
+    assert not missed, f"{len(missed)} of {len(plan.faults)} faults had no effect: {missed}"
+    return run
 
 
 class ProcessFaults:
@@ -53,7 +88,7 @@ class ProcessFaults:
         self._standing: dict[Fault, int] = {}  # process ids of nodes that stand still
 
     def run(self, listening: Listening | None, on_event: OnEvent | None) -> Run:
-        """Runs it; see `FaultPlan.on_processes`."""
+        """Runs it; see `on_processes`."""
         _check(self._faults, self._plan)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         logs, shards = self._run_dir / "logs", self._plan.servers > 0

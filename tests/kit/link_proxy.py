@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import random
 import socket
 import threading
@@ -30,16 +31,17 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
+from unittest import mock
 
 from typing_extensions import override
 
 from gradstream.run.local import NODE, LocalCluster
-from gradstream.testing.fault_kinds import Corrupt, Cut, Duplicate, Flaw, Lose, Reorder, SlowLink
 from gradstream.transport.carriers import RoutedEndpoint
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.offers import CarrierOffer, host_and_port
 from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire.frames import CHECKSUM, checksum, decode
+from kit.faults import Corrupt, Cut, Duplicate, Flaw, Lose, Reorder, SlowLink
 
 # ---- proxy -------------------------------------------------------------------------------
 
@@ -337,7 +339,9 @@ class ProxiedCluster(LocalCluster):
         self, proxy: LinkProxy | None, logs: Path, environment: Mapping[str, str], *, shards: bool
     ) -> None:
         self._proxy = proxy
-        super().__init__(logs, environment, shards=shards)
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        with mock.patch.dict(os.environ, PYTHONPATH=path):  # nodes find `main` below
+            super().__init__(logs, environment, shards=shards)
 
     @override
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
