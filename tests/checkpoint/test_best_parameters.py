@@ -124,7 +124,7 @@ def test_a_worker_on_another_machine_keeps_none_and_says_so_once(monkeypatch: py
     storage = object.__new__(ElsewhereStorage)
     monkeypatch.setattr(ElsewhereStorage, "read", lambda *_: pytest.fail("it has asked the coordinator"))
     evaluator = object.__new__(Evaluator)
-    evaluator._runtime = SimpleNamespace(storage=storage, node="worker-1")
+    evaluator._runtime = SimpleNamespace(storage=storage, node="worker-1")  # type: ignore[assignment]
     evaluator._member = SimpleNamespace(emit=said.append)  # type: ignore[assignment]
     evaluator._is_told = False
     for step in range(3):

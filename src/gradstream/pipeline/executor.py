@@ -16,7 +16,8 @@ import torch
 
 from gradstream.errors import InternalError
 from gradstream.pipeline.schedule import Schedule, StagePass
-from gradstream.runtime.tasks import gather, let_others_run
+from gradstream.runtime.base import gather
+from gradstream.runtime.tasks import let_others_run
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
 

@@ -2,13 +2,16 @@
 
 Node code is `async`, and takes time, tasks, compute, randomness and disk only from its runtime.
 `RealRuntime` uses asyncio and threads; `VirtualRuntime` runs the same coroutines on a clock that jumps to
-the next event, so that one seed gives one history, bit for bit.
+the next event, so that one seed gives one history, bit for bit. So tasks, groups and deadlines are the runtime's:
+`asyncio.TaskGroup`, `wait` and `as_completed` keep tasks in sets, whose order depends on addresses, and
+`asyncio.timeout` takes time from the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -21,6 +24,10 @@ T = TypeVar("T")
 
 Buffer = bytes | bytearray | memoryview
 """Bytes to be written."""
+
+_NS = 1_000_000_000
+SLACK_S = 1e-3
+"""The most seconds by which asyncio's timers may fire too early."""
 
 Lane: TypeAlias = Literal["main", "exchange"]
 """Computations of one lane run one after the other, and in parallel with those of the other lane: "main" is for
@@ -123,56 +130,89 @@ class Storage(Protocol):
         ...
 
 
-class Runtime(Protocol):
+class Runtime(ABC):
     """Time, tasks, compute, randomness and storage of one node."""
 
     node: str
     memory: Memory
     storage: Storage
-    stalls: Stalls
 
+    def __init__(self) -> None:
+        self.stalls = Stalls()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in order; the loop itself holds tasks only weakly
+
+    @abstractmethod
     def now(self) -> int:
         """Monotonic time in nanoseconds. Only differences are meaningful."""
-        ...
 
+    @abstractmethod
     async def sleep(self, seconds: float) -> None:
         """Returns after `seconds`."""
-        ...
 
+    @abstractmethod
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Calls back on the loop after `seconds`."""
-        ...
+
+    def look(self) -> int:
+        """Notes in `stalls` a stall of this node that has just ended, and returns the time."""
+        return self.now()
 
     def expire_after(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Calls back after `seconds` in which this node could hear its peers: see `left_s`.
 
         For deadlines of other nodes' actions; `call_later` is for actions of this node.
         """
-        ...
+        return _Expiry(self, seconds, callback)
 
     def left_s(self, since_ns: int, seconds: float) -> float:
         """Seconds for which a peer, last heard at `since_ns`, may still be silent, of `seconds` in all.
 
         Time in which this node itself stood still does not count: see `runtime.deadlines`.
         """
-        ...
+        return self.stalls.left_ns(since_ns, round(seconds * _NS), self.look()) / _NS
 
     def awake_ns(self) -> int:
         """As `now`, excluding the time in which this node stood still."""
-        ...
+        return self.look() - self.stalls.total_ns
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """Starts a task, and keeps it alive. The caller must await it, or its failure is only logged."""
-        ...
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    def cancel_all(self) -> None:
+        """Cancels every spawned task that still runs, in the order of their start."""
+        for task in list(self._tasks):
+            task.cancel()
 
     async def gather(self, *works: Awaitable[T]) -> list[T]:
         """Results in the order given. At the first failure the rest is cancelled and awaited."""
-        ...
+        return await gather(*works)
 
     async def within(self, seconds: float, work: Awaitable[T]) -> T:
         """Awaits `work`, cancelling it as `expire_after` says. Raises TimeoutError (the builtin)."""
-        ...
+        future = asyncio.ensure_future(work)
+        expired = False
 
+        def expire() -> None:
+            nonlocal expired
+            expired = True
+            future.cancel()
+
+        timer = self.expire_after(seconds, expire)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if expired and not (task and task.cancelling()):
+                raise TimeoutError from None
+            raise
+        finally:
+            timer.cancel()
+
+    @abstractmethod
     async def compute(
         self,
         fn: Callable[[Report], T],
@@ -206,23 +246,57 @@ class Runtime(Protocol):
             LentMemoryError: a range is lent already; nothing has run.
             BaseException: whatever `fn` raises.
         """
-        ...
 
+    @abstractmethod
     async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
         """Runs `fn()` on a separate thread, in parallel with computations: for disks, which block.
 
         One call runs at a time. Like `compute`, it cannot be cancelled; the caller keeps the memory that it
         reads and writes. A shape-only simulation runs nothing and returns None.
         """
-        ...
 
+    @abstractmethod
     def random(self, purpose: str) -> random.Random:
         """A generator that depends only on the run's seed, the node and `purpose`."""
-        ...
 
+    @abstractmethod
     def process_metrics(self, role: str) -> list[Event]:
         """Records of CPU, memory and lateness of the process, as far as this runtime can measure them."""
-        ...
+
+
+class _Expiry:
+    """A deadline, which stalls of this node postpone."""
+
+    __slots__ = ("_begun_ns", "_callback", "_runtime", "_seconds", "_timer")
+
+    def __init__(self, runtime: Runtime, seconds: float, callback: Callable[[], None]) -> None:
+        self._runtime = runtime
+        self._seconds = seconds
+        self._callback = callback
+        self._begun_ns = runtime.look()
+        self._timer = runtime.call_later(seconds, self._due)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _due(self) -> None:
+        left_s = self._runtime.left_s(self._begun_ns, self._seconds)
+        if left_s > SLACK_S:
+            self._timer = self._runtime.call_later(left_s, self._due)
+        else:
+            self._callback()
+
+
+async def gather(*works: Awaitable[T]) -> list[T]:
+    """See `Runtime.gather`."""
+    futures = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*futures))
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+        raise
 
 
 def awaited_later(task: asyncio.Task[T]) -> asyncio.Task[T]:

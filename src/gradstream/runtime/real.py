@@ -23,10 +23,10 @@ from typing_extensions import override
 
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.memory.segments import SharedMemory
-from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
+from gradstream.runtime.base import Lane, Report, Runtime, Storage, Timer, Work
 from gradstream.runtime.deadlines import StallWatch
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
-from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
+from gradstream.runtime.tasks import finish_despite_cancel, release_then
 from gradstream.telemetry.events import CpuEvent, Event, LateEvent, MemoryEvent
 
 # ---- process metrics ---------------------------------------------------------------------
@@ -158,7 +158,7 @@ def own_bytes(*, shared: bool = False) -> int:
 T = TypeVar("T")
 
 
-class RealRuntime(Tasks):
+class RealRuntime(Runtime):
     """The `Runtime` of a process.
 
     Args:

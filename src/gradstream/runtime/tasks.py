@@ -1,139 +1,20 @@
-"""Task primitives with a defined order, on top of asyncio and a runtime's timers.
-
-`asyncio.TaskGroup`, `wait` and `as_completed` keep tasks in sets, so that the history would depend on
-addresses; `asyncio.timeout` takes time from the loop. Both runtimes use these primitives instead.
-"""
+"""Task primitives with a defined order, on top of asyncio and a runtime's timers."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from gradstream.memory import Loans
 from gradstream.runtime.base import Report, Runtime, Timer
-from gradstream.runtime.deadlines import Stalls
 
 # ---- tasks -------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
-SLACK_S = 1e-3
-"""The most seconds by which asyncio's timers may fire too early."""
-
 _NS = 1_000_000_000
-
-
-class Tasks(ABC):
-    """`spawn`, `gather`, `within` and deadlines, for a runtime that has a clock and `call_later`."""
-
-    def __init__(self) -> None:
-        # A dict is an ordered set; the loop itself holds tasks only weakly.
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-        self.stalls = Stalls()
-
-    @abstractmethod
-    def now(self) -> int:
-        """See `Runtime.now`."""
-
-    @abstractmethod
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """See `Runtime.call_later`."""
-
-    def look(self) -> int:
-        """Notes in `stalls` a stall of this node that has just ended, and returns the time."""
-        return self.now()
-
-    def expire_after(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """See `Runtime.expire_after`."""
-        return _Expiry(self, seconds, callback)
-
-    def left_s(self, since_ns: int, seconds: float) -> float:
-        """See `Runtime.left_s`."""
-        now_ns = self.look()
-        return self.stalls.left_ns(since_ns, round(seconds * _NS), now_ns) / _NS
-
-    def awake_ns(self) -> int:
-        """See `Runtime.awake_ns`."""
-        now_ns = self.look()
-        return now_ns - self.stalls.total_ns
-
-    def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        """See `Runtime.spawn`."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks[task] = None
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
-
-    def cancel_all(self) -> None:
-        """Cancels every spawned task that still runs, in the order of their start."""
-        for task in list(self._tasks):
-            task.cancel()
-
-    async def gather(self, *works: Awaitable[T]) -> list[T]:
-        """See `Runtime.gather`."""
-        return await gather(*works)
-
-    async def within(self, seconds: float, work: Awaitable[T]) -> T:
-        """See `Runtime.within`."""
-        future = asyncio.ensure_future(work)
-        expired = False
-
-        def expire() -> None:
-            nonlocal expired
-            expired = True
-            future.cancel()
-
-        timer = self.expire_after(seconds, expire)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if expired and not (task and task.cancelling()):
-                raise TimeoutError from None
-            raise
-        finally:
-            timer.cancel()
-
-
-class _Expiry:
-    """A deadline, which stalls of this node postpone."""
-
-    __slots__ = ("_begun_ns", "_callback", "_seconds", "_tasks", "_timer")
-
-    def __init__(self, tasks: Tasks, seconds: float, callback: Callable[[], None]) -> None:
-        self._tasks = tasks
-        self._seconds = seconds
-        self._callback = callback
-        self._begun_ns = tasks.look()
-        self._timer = tasks.call_later(seconds, self._due)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-    def _due(self) -> None:
-        left_s = self._tasks.left_s(self._begun_ns, self._seconds)
-        if left_s > SLACK_S:
-            self._timer = self._tasks.call_later(left_s, self._due)
-        else:
-            self._callback()
-
-
-async def gather(*works: Awaitable[T]) -> list[T]:
-    """See `Runtime.gather`."""
-    futures = [asyncio.ensure_future(work) for work in works]
-    try:
-        return list(await asyncio.gather(*futures))
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        await asyncio.gather(*futures, return_exceptions=True)
-        raise
 
 
 async def let_others_run() -> None:

@@ -24,11 +24,11 @@ from typing import Any, Protocol, TypeVar
 
 from gradstream.errors import InternalError
 from gradstream.memory import Memory, Span, borrow_all
-from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
+from gradstream.runtime.base import Lane, Report, Runtime, Storage, Timer, Work
 from gradstream.runtime.deadlines import Stalls
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
+from gradstream.runtime.tasks import finish_despite_cancel, release_then
 from gradstream.telemetry.events import CpuEvent, Event, MemoryEvent
 
 # ---- nesting -----------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class VirtualCluster:
                 pass  # the first error is the one to report
 
 
-class VirtualRuntime(Tasks):
+class VirtualRuntime(Runtime):
     """The `Runtime` of one simulated node: one core for each lane, random streams of the node, the common clock.
 
     Attributes:

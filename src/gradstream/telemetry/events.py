@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 # ---- base --------------------------------------------------------------------------------
 
@@ -17,20 +17,24 @@ EventDict = Mapping[str, Any]
 """One record of `events.jsonl`, parsed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Event:
-    """Base of all records. Subclasses add fields of str, int, float, or flat lists and maps of them.
+    """Base of all records, which are frozen dataclasses of str, int, float, or flat lists and maps of them.
 
     Attributes:
-        name: the value of "event" in its lines.
+        name: the value of "event" in its lines, which the head of the class gives.
         from_members: workers and shards report it; all others come from the coordinator or the launcher.
     """
 
     name: ClassVar[str] = "event"
     from_members: ClassVar[bool] = False
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls, *, name: str = "event") -> None:
+        cls.name = name
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberEvent(Event):
     """Base of the records that workers and shards report."""
 
@@ -69,46 +73,37 @@ GROUP = "group"
 """The name in `StepEvent.waited_for` for an exchange without servers: the worker cannot tell members apart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AloneEvent(MemberEvent):
+class AloneEvent(MemberEvent, name="alone"):
     """A worker that exchanges in pairs has gone through a round without its partner (worker)."""
 
-    name: ClassVar[str] = "alone"
     rank: int
     round: int  # number of the round, from 0
     partner: str  # name of the worker that it was to meet
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CarriersEvent(MemberEvent):
+class CarriersEvent(MemberEvent, name="carriers"):
     """The carrier by which a node reaches each other node, when all have joined (worker, shard)."""
 
-    name: ClassVar[str] = "carriers"
     by_peer: Mapping[str, str]  # node -> "shm", "tcp" or "grpc"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvergedEvent(MemberEvent):
+class ConvergedEvent(MemberEvent, name="converged"):
     """A batch method has ended, which ends the run (each worker that finds out)."""
 
-    name: ClassVar[str] = "converged"
     rank: int
     reason: str  # the tolerance or the number that was reached
     loss: float  # mean loss over all samples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DamagedEvent(MemberEvent):
+class DamagedEvent(MemberEvent, name="damaged"):
     """Bytes from a peer were damaged on their way, and found by their checksum (every node). None of them was used."""
 
-    name: ClassVar[str] = "damaged"
     peer: str
     size_bytes: int  # bytes under the checksum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEvent(MemberEvent):
+class GroupEvent(MemberEvent, name="group"):
     """Workers have formed a group (rank 0).
 
     `kind` is "messages", "shared" (in place, all on one host), "hierarchical" (in place inside a host, by messages
@@ -117,7 +112,6 @@ class GroupEvent(MemberEvent):
     `collectives.autotune.MeasuredCosts`.
     """
 
-    name: ClassVar[str] = "group"
     kind: str
     ranks: list[str]
     epoch: int
@@ -130,8 +124,7 @@ class GroupEvent(MemberEvent):
     message_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEvent(MemberEvent):
+class StepEvent(MemberEvent, name="step"):
     """One local minibatch is done (worker).
 
     It began `compute_s + wait_s` before `time_s`. `waited_for` has the seconds of waiting by node: another worker whose
@@ -139,7 +132,6 @@ class StepEvent(MemberEvent):
     sum of its values is at most `wait_s`; no node caused the rest.
     """
 
-    name: ClassVar[str] = "step"
     rank: int
     step: int
     epoch: int
@@ -161,14 +153,12 @@ class StepEvent(MemberEvent):
     read_s: float = 0.0  # reading samples: in the gradient, or before it for a stream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartEvent(MemberEvent):
+class PartEvent(MemberEvent, name="part"):
     """Gradients that a process of a split replica has done since its previous part event (worker, part).
 
     The two times add up to that of the gradients. Neither has the exchange with shards or with other replicas.
     """
 
-    name: ClassVar[str] = "part"
     rank: int
     part: int
     minibatches: int
@@ -176,11 +166,9 @@ class PartEvent(MemberEvent):
     wait_s: float  # for values and gradients of other parts, and for what they report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogEvent(MemberEvent):
+class LogEvent(MemberEvent, name="log"):
     """Figures that a user's training loop has logged since its previous log event (worker)."""
 
-    name: ClassVar[str] = "log"
     rank: int
     step: int  # number of steps that this worker has made
     values: Mapping[str, float | None]  # name -> mean; None if it is not finite
@@ -189,15 +177,13 @@ class LogEvent(MemberEvent):
     total_steps: int = 0  # number of steps of this worker in the whole run; 0 if unknown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeEvent(MemberEvent):
+class ExchangeEvent(MemberEvent, name="exchange"):
     """Bytes and staleness of a worker since its previous exchange event (worker).
 
     `pushed_bytes` and `fetched_bytes` were sent, row numbers included. The `whole_` bytes are those that it would have
     taken to send every chunk whole; they are larger if only changed rows were sent.
     """
 
-    name: ClassVar[str] = "exchange"
     rank: int
     pushed_bytes: int
     fetched_bytes: int
@@ -209,14 +195,12 @@ class ExchangeEvent(MemberEvent):
     staleness: Mapping[str, int] = field(default_factory=dict)  # histogram: staleness -> chunks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkEvent(MemberEvent):
+class LinkEvent(MemberEvent, name="link"):
     """Traffic between a worker and a shard since the previous link event of the two (worker).
 
     `pushed_bytes` go up, from the worker to the shard; `fetched_bytes` come down.
     """
 
-    name: ClassVar[str] = "link"
     rank: int
     shard: str
     pushed_bytes: int
@@ -224,50 +208,42 @@ class LinkEvent(MemberEvent):
     staleness: Mapping[str, int] = field(default_factory=dict)  # histogram: staleness -> chunks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferEvent(MemberEvent):
+class TransferEvent(MemberEvent, name="transfer"):
     """All shards have answered a push or a fetch (worker), which began `seconds` before `time_s`.
 
     A worker reports at most 128 of them for each `ExchangeEvent`, whose `pushes` and `fetches` count them all.
     """
 
-    name: ClassVar[str] = "transfer"
     rank: int
     kind: Literal["push", "fetch"]
     seconds: float
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedEvent(MemberEvent):
+class RehearsedEvent(MemberEvent, name="rehearsed"):
     """Before the first minibatch of a phase, workers know that each of its sums would take long (first of the group).
 
     They begin none, and the coordinator ends the phase.
     """
 
-    name: ClassVar[str] = "rehearsed"
     rank: int
     compute_s: Mapping[str, float]  # worker -> inside a gradient
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredEvent(MemberEvent):
+class RestoredEvent(MemberEvent, name="restored"):
     """A new process of a shard has read the backup of the one before, and serves (shard)."""
 
-    name: ClassVar[str] = "restored"
     rank: int
     chunks: int  # number of its chunks that were in the backup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppliedEvent(MemberEvent):
+class AppliedEvent(MemberEvent, name="applied"):
     """Work of a shard since its previous applied event (shard).
 
     `late_s` has, by worker, the seconds by which its contributions came after all others, at the chunk where that was
     most.
     """
 
-    name: ClassVar[str] = "applied"
     rank: int
     updates: int  # chunk updates
     duplicates: int
@@ -278,8 +254,7 @@ class AppliedEvent(MemberEvent):
     late_s: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuEvent(MemberEvent):
+class CpuEvent(MemberEvent, name="cpu"):
     """CPU seconds of a process so far, in total and by kind of work, and the load of its machine.
 
     `queued_s`: seconds so far in which its arithmetic thread could run but had no core. `load`: threads of all
@@ -287,7 +262,6 @@ class CpuEvent(MemberEvent):
     does not report it.
     """
 
-    name: ClassVar[str] = "cpu"
     role: str
     user_s: float
     system_s: float
@@ -297,25 +271,21 @@ class CpuEvent(MemberEvent):
     cores: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateEvent(MemberEvent):
+class LateEvent(MemberEvent, name="late"):
     """Delays of timers on the event loop since the previous late event."""
 
-    name: ClassVar[str] = "late"
     role: str
     p99_ms: float
     max_ms: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEvent(MemberEvent):
+class MemoryEvent(MemberEvent, name="memory"):
     """Peak memory of a process, and the vectors that it has allocated, by name.
 
     `peak_bytes` is the largest resident memory, with file pages (libraries, a memory-mapped data set). `peak_own_bytes`
     is without them, sampled with each report of metrics; `own_bytes` is the latest sample.
     """
 
-    name: ClassVar[str] = "memory"
     role: str
     peak_bytes: int
     peak_own_bytes: int
@@ -323,14 +293,12 @@ class MemoryEvent(MemberEvent):
     vectors_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseEvent(MemberEvent):
+class NoiseEvent(MemberEvent, name="noise"):
     """Squares of the gradients of one round (shard, worker, part), where the job asks for the gradient noise scale.
 
     A node sums over the elements that it has. The squares of a round are the sums over its `nodes`.
     """
 
-    name: ClassVar[str] = "noise"
     rank: int
     round: int  # number of the update, from 1
     nodes: int  # number of nodes with such an event of this round
@@ -341,11 +309,9 @@ class NoiseEvent(MemberEvent):
     joined_square: float  # its part of |g|², g the mean gradient over all samples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatedEvent(MemberEvent):
+class EvaluatedEvent(MemberEvent, name="evaluated"):
     """The model was evaluated on held-out samples (worker of the lowest rank)."""
 
-    name: ClassVar[str] = "evaluated"
     step: int  # rounds in the model; without rounds, minibatches / W
     epoch: int  # data epoch of the last of them
     samples: int  # trained on so far; asynchronous: as if all workers were as far as this one
@@ -357,15 +323,13 @@ class EvaluatedEvent(MemberEvent):
     final: bool = False  # whether the parameters are the final ones
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskEvent(MemberEvent):
+class DiskEvent(MemberEvent, name="disk"):
     """The disk of the run directory is full or broken (worker), or was (coordinator, launcher).
 
     `state` is "waiting" while a worker waits for room for a file that it must not lose, and "over" when everything that
     could be kept is written. The counts are of events; lost events are in no file.
     """
 
-    name: ClassVar[str] = "disk"
     what: str  # the content that could not be written: "events", "final parameters"
     state: str
     error: str  # "ENOSPC: No space left on device"
@@ -382,11 +346,9 @@ class DiskEvent(MemberEvent):
 # who records the event.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartedEvent(Event):
+class StartedEvent(Event, name="started"):
     """The run begins (coordinator)."""
 
-    name: ClassVar[str] = "started"
     job: str
     workers: int
     servers: int
@@ -401,11 +363,9 @@ class StartedEvent(Event):
     trains_locally: bool = False  # workers make steps of their own between two exchanges
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseEvent(Event):
+class PhaseEvent(Event, name="phase"):
     """A phase of the job begins, or goes on in a resumed run (coordinator)."""
 
-    name: ClassVar[str] = "phase"
     number: int  # from 1
     phases: int  # number of the job's phases
     label: str  # its name
@@ -423,79 +383,65 @@ class PhaseEvent(Event):
     trains_locally: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedEvent(Event):
+class JoinedEvent(Event, name="joined"):
     """A node has joined (coordinator)."""
 
-    name: ClassVar[str] = "joined"
     who: str
     address: str
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorEvent(Event):
+class CoordinatorEvent(Event, name="coordinator"):
     """A new process of the coordinator has taken the place of one that died (coordinator)."""
 
-    name: ClassVar[str] = "coordinator"
     ruling: int  # number of the process, from 1
     members: list[str]  # names of the nodes that it waits for
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitedEvent(Event):
+class ExitedEvent(Event, name="exited"):
     """The process of a node has ended before the run did (launcher).
 
     `time_s` is when its parent saw that, or when it was killed, where the killer has told the launcher; of another
     machine, when the launcher heard of it.
     """
 
-    name: ClassVar[str] = "exited"
     who: str
     status: int  # its exit status; minus the number of the signal that killed it
     how: str = ""  # the same in words, with the cause where it is known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftEvent(Event):
+class LeftEvent(Event, name="left"):
     """A node has left (coordinator); it is `lost` if it did not say goodbye."""
 
-    name: ClassVar[str] = "left"
     who: str
     lost: bool
     reason: str
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettledEvent(Event):
+class SettledEvent(Event, name="settled"):
     """What became of the minibatches that a lost worker had without a receipt (coordinator)."""
 
-    name: ClassVar[str] = "settled"
     who: str
     in_model: int  # minibatches that every chunk had taken
     torn: int  # minibatches that some chunks had taken: another worker computes them again for the others
     again: int  # minibatches that no chunk had taken: handed out again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackedUpEvent(Event):
+class BackedUpEvent(Event, name="backed_up"):
     """Another shard has a whole backup of this one again, after its process had died (coordinator)."""
 
-    name: ClassVar[str] = "backed_up"
     who: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardEvent(Event):
+class ReshardEvent(Event, name="reshard"):
     """The run changes its shards (coordinator).
 
     "preparing": new ones are to join; "holding": they get the parameters, and nothing is updated meanwhile; "switched":
     they hold them, and the others leave; "failed": the others still hold them, and the new ones leave.
     """
 
-    name: ClassVar[str] = "reshard"
     state: Literal["preparing", "holding", "switched", "failed"]
     token: str  # of the request
     servers: int  # number of shards that were asked for
@@ -505,11 +451,9 @@ class ReshardEvent(Event):
     message: str  # and why
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineEvent(Event):
+class MachineEvent(Event, name="machine"):
     """Another machine has "joined" the run, has "left" it, or was "refused" (launcher)."""
 
-    name: ClassVar[str] = "machine"
     who: str
     state: Literal["joined", "left", "refused"]
     address: str
@@ -517,38 +461,30 @@ class MachineEvent(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayEvent(Event):
+class RelayEvent(Event, name="relay"):
     """A node could not dial another one (coordinator). That one has dialled back, or their bytes are relayed."""
 
-    name: ClassVar[str] = "relay"
     caller: str
     called: str
     how: Literal["dialled back", "relayed"]
     size_bytes: int  # bytes that have gone through the coordinator so far: 0 in the first event of a pair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingEvent(Event):
+class WaitingEvent(Event, name="waiting"):
     """The run waits for machines or nodes before it begins; `state` names them (launcher)."""
 
-    name: ClassVar[str] = "waiting"
     state: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InsecureEvent(Event):
+class InsecureEvent(Event, name="insecure"):
     """The traffic of the run is neither encrypted nor authenticated; reported each minute (launcher)."""
 
-    name: ClassVar[str] = "insecure"
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerEvent(Event):
+class LedgerEvent(Event, name="ledger"):
     """Every minibatch of a data epoch has a receipt (coordinator)."""
 
-    name: ClassVar[str] = "ledger"
     epoch: int
     samples: int | None  # None in a stream
     batches: int
@@ -556,22 +492,18 @@ class LedgerEvent(Event):
     dropped: int = 0  # number of these samples that are not in the model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOverEvent(Event):
+class LeftOverEvent(Event, name="left_over"):
     """The rest of the data of a user's loop whose worker was lost, or that ended early (coordinator)."""
 
-    name: ClassVar[str] = "left_over"
     who: str
     steps: int  # number of its steps in the model
     missing: int | None  # number of minibatches that no worker took over; None if unknown
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundEvent(Event):
+class RoundEvent(Event, name="round"):
     """A quorum makes an update of these samples; only with backup workers (coordinator)."""
 
-    name: ClassVar[str] = "round"
     round: int  # its update makes version round + 1
     epoch: int  # data epoch
     batch: int  # round of the data epoch
@@ -580,11 +512,9 @@ class RoundEvent(Event):
     ids: list[int] | None  # samples of the accepted workers, by rank; None if samples have no ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientRefusedEvent(Event):
+class GradientRefusedEvent(Event, name="gradient_refused"):
     """A worker's gradient has a NaN or an infinity, and is not in the model (coordinator)."""
 
-    name: ClassVar[str] = "gradient_refused"
     who: str
     step: int  # of this worker
     epoch: int  # data epoch
@@ -594,11 +524,9 @@ class GradientRefusedEvent(Event):
     in_a_row: int  # number of this worker's refused gradients in a row, with this one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharesEvent(Event):
+class SharesEvent(Event, name="shares"):
     """Workers' shares of a round were measured; they hold from this round on (coordinator)."""
 
-    name: ClassVar[str] = "shares"
     epoch: int  # data epoch
     batch: int  # round of the data epoch
     samples: list[int]  # by rank, samples of a full round
@@ -606,11 +534,9 @@ class SharesEvent(Event):
     changed: bool  # whether they differ from the shares before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEvent(Event):
+class CheckpointEvent(Event, name="checkpoint"):
     """A checkpoint is on the disk (coordinator)."""
 
-    name: ClassVar[str] = "checkpoint"
     step: int  # rounds, or minibatches over all workers
     folder: str  # in the run directory
     size_bytes: int
@@ -618,11 +544,9 @@ class CheckpointEvent(Event):
     total_s: float  # from the begin of the snapshot to the end of writing it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointCopyEvent(Event):
+class CheckpointCopyEvent(Event, name="checkpoint_copy"):
     """A worker on another machine has a copy of a checkpoint, or could not get one (coordinator)."""
 
-    name: ClassVar[str] = "checkpoint_copy"
     folder: str
     worker: str
     size_bytes: int
@@ -630,22 +554,18 @@ class CheckpointCopyEvent(Event):
     error: str  # "" if the copy is there
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailedEvent(Event):
+class CheckpointFailedEvent(Event, name="checkpoint_failed"):
     """A snapshot could not become a checkpoint; the run continues (coordinator)."""
 
-    name: ClassVar[str] = "checkpoint_failed"
     step: int
     who: str
     message: str
     kept: str  # folder of the newest checkpoint, "" for none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumedEvent(Event):
+class ResumedEvent(Event, name="resumed"):
     """The run continues from a checkpoint, and computes later steps again (coordinator)."""
 
-    name: ClassVar[str] = "resumed"
     step: int
     folder: str
     steps: Mapping[str, int]  # by worker, the number of its next minibatch
@@ -655,41 +575,33 @@ class ResumedEvent(Event):
     )  # of these, where workers bring data of their own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoppedEvent(Event):
+class StoppedEvent(Event, name="stopped"):
     """A user has stopped the run, and it can be resumed (coordinator)."""
 
-    name: ClassVar[str] = "stopped"
     step: int
     folder: str  # folder of the checkpoint to resume from, "" for none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedEventsEvent(Event):
+class RefusedEventsEvent(Event, name="refused_events"):
     """The coordinator dropped lines of a member that were no events, or not its own (coordinator)."""
 
-    name: ClassVar[str] = "refused_events"
     who: str
     count: int  # since the previous such event
     why: str  # why the latest one was dropped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailedEvent(Event):
+class FailedEvent(Event, name="failed"):
     """The error of a node, `culprit`, ends the run (coordinator or launcher)."""
 
-    name: ClassVar[str] = "failed"
     culprit: str
     error: str  # class name of the exception
     message: str
     traceback: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedEvent(Event):
+class FinishedEvent(Event, name="finished"):
     """The run has ended: every minibatch has a receipt, or a stopping criterion holds (coordinator)."""
 
-    name: ClassVar[str] = "finished"
     samples: int | None  # number of samples in the model, i.e. with a receipt; None in a stream
     train_s: float  # from the begin of training, initial parameters included, to the last receipt
     reason: str = ""  # why the run finished before its data was used up

@@ -8,7 +8,6 @@ to a shard; among equals to the claim that ended last, since it alone decided ho
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +128,7 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """The traffic between a client and one shard so far. `staleness` counts chunks of gradients.
+    """The traffic between a client and one shard since the latest report. `staleness` counts chunks of gradients.
 
     `whole_pushed_bytes` and `whole_fetched_bytes` are the bytes that it would take to send every chunk whole.
     """
@@ -140,42 +139,53 @@ class LinkTraffic:
     whole_fetched_bytes: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
 
-    def since(self, before: LinkTraffic) -> LinkTraffic:
-        """The traffic since an earlier count."""
-        return LinkTraffic(
-            self.pushed_bytes - before.pushed_bytes,
-            self.fetched_bytes - before.fetched_bytes,
-            self.whole_pushed_bytes - before.whole_pushed_bytes,
-            self.whole_fetched_bytes - before.whole_fetched_bytes,
-            self.staleness - before.staleness,
-        )
-
-    @property
-    def histogram(self) -> dict[str, int]:
-        """The staleness for an event: by ascending staleness, with text as keys."""
-        return {str(tau): count for tau, count in sorted(self.staleness.items())}
-
 
 @dataclass(slots=True)
 class Traffic:
-    """The traffic of a client so far, by shard. Bytes of a retried exchange count again."""
+    """The traffic of a client since its latest report, by shard. Bytes of a retried exchange count again.
 
-    links: dict[str, LinkTraffic]
+    `retries` counts those of the whole run.
+    """
+
+    links: dict[str, LinkTraffic] = field(default_factory=dict)
     pushes: int = 0
     fetches: int = 0
     retries: int = 0
+    _reported_retries: int = 0
 
-    @property
-    def total(self) -> LinkTraffic:
-        """The traffic with all shards together."""
+    def report(self, rank: int) -> list[Event]:
+        """One `exchange` record, and a `link` record for each shard with traffic; counts from 0 again."""
         links = self.links.values()
-        return LinkTraffic(
-            sum(link.pushed_bytes for link in links),
-            sum(link.fetched_bytes for link in links),
-            sum(link.whole_pushed_bytes for link in links),
-            sum(link.whole_fetched_bytes for link in links),
-            sum((link.staleness for link in links), Counter[int]()),
+        exchange = ExchangeEvent(
+            rank=rank,
+            pushed_bytes=sum(link.pushed_bytes for link in links),
+            fetched_bytes=sum(link.fetched_bytes for link in links),
+            pushes=self.pushes,
+            fetches=self.fetches,
+            retries=self.retries - self._reported_retries,
+            whole_pushed_bytes=sum(link.whole_pushed_bytes for link in links),
+            whole_fetched_bytes=sum(link.whole_fetched_bytes for link in links),
+            staleness=_histogram(sum((link.staleness for link in links), Counter[int]())),
         )
+        by_shard = [
+            LinkEvent(
+                rank=rank,
+                shard=shard,
+                pushed_bytes=link.pushed_bytes,
+                fetched_bytes=link.fetched_bytes,
+                staleness=_histogram(link.staleness),
+            )
+            for shard, link in self.links.items()
+            if link.pushed_bytes or link.fetched_bytes or link.staleness
+        ]
+        self.links.update({shard: LinkTraffic() for shard in self.links})
+        self.pushes, self.fetches, self._reported_retries = 0, 0, self.retries
+        return [exchange, *by_shard]
+
+
+def _histogram(staleness: Counter[int]) -> dict[str, int]:
+    """The staleness for an event: by ascending staleness, with text as keys."""
+    return {str(tau): count for tau, count in sorted(staleness.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,42 +195,3 @@ class Transfer:
     kind: Literal["push", "fetch"]
     seconds: float
     size_bytes: int
-
-
-class TrafficReports:
-    """Reports the traffic of a worker since its previous report."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._before = Traffic({})
-
-    def since_last(self, traffic: Traffic) -> list[Event]:
-        """One `exchange` record, and a `link` record for each shard with traffic since the previous report."""
-        before, self._before = self._before, copy.deepcopy(traffic)
-        new = traffic.total.since(before.total)
-        events: list[Event] = [
-            ExchangeEvent(
-                rank=self._rank,
-                pushed_bytes=new.pushed_bytes,
-                fetched_bytes=new.fetched_bytes,
-                pushes=traffic.pushes - before.pushes,
-                fetches=traffic.fetches - before.fetches,
-                retries=traffic.retries - before.retries,
-                whole_pushed_bytes=new.whole_pushed_bytes,
-                whole_fetched_bytes=new.whole_fetched_bytes,
-                staleness=new.histogram,
-            )
-        ]
-        for shard, link in traffic.links.items():
-            new = link.since(before.links.get(shard) or LinkTraffic())
-            if new.pushed_bytes or new.fetched_bytes or new.staleness:
-                events.append(
-                    LinkEvent(
-                        rank=self._rank,
-                        shard=shard,
-                        pushed_bytes=new.pushed_bytes,
-                        fetched_bytes=new.fetched_bytes,
-                        staleness=new.histogram,
-                    )
-                )
-        return events

@@ -55,7 +55,7 @@ class ShardLinks:
         self.chunks = chunks
         self.silence_s = deadlines.silence_s
         self.claims = WaitAttribution()
-        self.traffic = Traffic({})
+        self.traffic = Traffic()
         self._place(placement)
         self._retry_s = deadlines.retry_s
         self._on_transfer = on_transfer

@@ -17,7 +17,6 @@ from gradstream.server.client.push import SettledPushes
 from gradstream.server.rows import RowMap
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
-from gradstream.telemetry.wait_attribution import TrafficReports
 from gradstream.wire import v1
 from gradstream.wire.chunks import Placement
 from gradstream.worker.assembly import Assembly
@@ -77,7 +76,6 @@ class ServerExchange(Exchange):
         super().__init__(context)
         self._strategy = strategy
         config, layout = context.config, context.config.model.layout
-        self._accounts = TrafficReports(context.config.rank)
         self._transfers = Transfers(context.config.rank, context.member.emit)
 
         def placed(notice: v1.Notice) -> Placement:
@@ -214,4 +212,4 @@ class ServerExchange(Exchange):
     @override
     def report(self) -> Sequence[Event]:
         self._transfers.accounted()
-        return self._accounts.since_last(self._client.traffic)
+        return self._client.traffic.report(self._context.config.rank)
