@@ -31,7 +31,7 @@ from gradstream.run.local.environment import node_environment
 from gradstream.runtime import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
-from gradstream.transport.methods import METHODS, Method
+from gradstream.transport.limits import METHODS, Method
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from kit.machines import Machines, unavailable

@@ -50,8 +50,7 @@ from common import RESULTS, ROOT, command_line, keep, kept, origin, run_on
 from gradstream._simulate import simulate
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
-from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, numbered
 from kit.machines import Machines, unavailable
 
 RECORD = RESULTS / "shards-apart.json"

@@ -37,8 +37,7 @@ from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.telemetry.events import EventDict
-from gradstream.testing.runs import Sized, busy
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, busy, numbered
 from kit.machines import CpuQuota, no_quota
 
 ROUNDS = 48

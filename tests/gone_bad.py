@@ -18,8 +18,8 @@ from google.protobuf.message import Message
 from gradstream.errors import GradstreamError
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.transport.base import Stream
-from gradstream.transport.methods import METHODS, role_of
-from gradstream.transport.simulated.endpoint import MemoryEndpoint
+from gradstream.transport.limits import METHODS, role_of
+from gradstream.transport.simulated import MemoryEndpoint
 from gradstream.wire import v1
 
 REQUESTS: Mapping[str, type[Message]] = {

@@ -26,7 +26,7 @@ SIM = (
     "gradstream._simulate",
     "gradstream.run.simulated",
     "gradstream.runtime.virtual",
-    "gradstream.transport.simulated.endpoint",
+    "gradstream.transport.simulated",
 )
 COMMANDS = {"train", "resume", "demo", "bench", "doctor"}
 """What the command line starts processes for, or real connections, where a test gives it these words."""

@@ -9,7 +9,7 @@ from typing import Any
 from gradstream._version import __version__
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.durable.keeper import Unkept
+from gradstream.coordinator.durable import Unkept
 from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.data.base import BatchRef
@@ -21,7 +21,7 @@ from gradstream.runtime import Network, SimulationConfig, VirtualCluster
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import StartedEvent, StepEvent
 from gradstream.transport.base import Identity
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
 
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)

@@ -1,4 +1,4 @@
-"""A model for hybrids whose parameters count the samples, as those of `gradstream.testing.tokens.token_layers`."""
+"""A model for hybrids whose parameters count the samples, as those of `gradstream.testing.runs.token_layers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 import gradstream as gs
 from gradstream.run.result import Run
 from gradstream.testing import TokenAudit
-from gradstream.testing.tokens import TOKENS_PER_CHUNK
+from gradstream.testing.runs import TOKENS_PER_CHUNK
 
 ROWS = 2
 

@@ -48,7 +48,7 @@ MOST_KEPT, HIGHEST = 4, 512
 """File descriptors that a command may keep besides the first three, and the least number of those in transit."""
 FORKSERVER = "gradstream.run.local.forkserver"
 COMMON = (
-    "gradstream.run.placement", "gradstream.run.remote.machine_rendezvous", "gradstream.cli.machines",
+    "gradstream.run.placement", "gradstream.run.remote.join_service", "gradstream.cli.options",
     "gradstream.cli.commands.jobs", "gradstream.session.joining", "gradstream.session.loaders",
     "gradstream.strategies.allreduce", "gradstream.strategies.downpour", "gradstream.strategies.synchronous",
     "gradstream.trackers.tensorboard", "torch.utils.data",

@@ -30,7 +30,7 @@ from gradstream.errors import (
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local.environment import StopSignals, python_environment, there
 from gradstream.run.local.forkserver import log_stream
-from gradstream.runtime.event_log import disk_remedy
+from gradstream.runtime.storage import disk_remedy
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
-from gradstream.runtime.event_log import disk_remedy
-from gradstream.runtime.storage import private_folder
+from gradstream.runtime.storage import disk_remedy, private_folder
 from gradstream.trackers.services import check_trackers
 from gradstream.traits import refuse
 

@@ -11,16 +11,18 @@ from typing import Any, Literal
 
 import torch
 
-from gradstream.checkpoint.distributed import is_distributed, read_distributed, write_distributed
 from gradstream.checkpoint.folder import FOLDER
 from gradstream.checkpoint.layouts import (
     INDEX,
     MODEL,
     PRETRAINED,
     SHARD_BYTES,
+    is_distributed,
     parse_configs,
+    read_distributed,
     read_file,
     read_shards,
+    write_distributed,
     write_shards,
 )
 from gradstream.checkpoint.own_state import EXTRA_FILE, OwnState, worker_file

@@ -9,7 +9,7 @@
 
 Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Of two shards one is
 killed again and again, whenever the backups are whole. Each sample adds 1 to its own element of every chunk
-(`gradstream.testing.tokens`), so the final parameters are the count.
+(`gradstream.testing.runs`), so the final parameters are the count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
-from gradstream.testing.tokens import token_layers
+from gradstream.testing.runs import token_layers
 from gradstream.wire.chunks import member_name
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))

@@ -28,8 +28,7 @@ import numpy as np
 
 import gradstream as gs
 from gradstream.job.plan import shard_name, worker_name
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
-from gradstream.testing.tokens import check_exactly_once
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, check_exactly_once, count_tokens
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import command_line, keep, origin

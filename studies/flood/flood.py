@@ -41,7 +41,7 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.testing.runs import busy
 from gradstream.transport.grpc.connection import METHOD
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import METHODS
+from gradstream.transport.limits import METHODS
 from gradstream.transport.offers import CarrierOffer
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1

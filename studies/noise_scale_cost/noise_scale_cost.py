@@ -27,7 +27,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.telemetry.noise_meter import EVERY
+from gradstream.telemetry.meters import EVERY
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import command_line, origin

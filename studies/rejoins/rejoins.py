@@ -33,7 +33,7 @@ import torch
 
 import gradstream as gs
 from gradstream._train import launch
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.job.files import load_job
 from gradstream.run import restarts
 from gradstream.run.local import LocalCluster
@@ -42,9 +42,8 @@ from gradstream.run.planning import plan_run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.server.shard.service import ShardService
-from gradstream.testing.runs import QUICK, UNSTEADY, least_squares
-from gradstream.testing.tokens import Tokens, numbered
-from gradstream.transport.simulated.network import StreamQueue, VirtualNetwork
+from gradstream.testing.runs import QUICK, UNSTEADY, Tokens, least_squares, numbered
+from gradstream.transport.simulated import StreamQueue, VirtualNetwork
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import command_line, keep, kept, origin

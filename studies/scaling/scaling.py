@@ -35,8 +35,7 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.base import Strategy
-from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, numbered
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, kept

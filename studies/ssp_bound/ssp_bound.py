@@ -20,8 +20,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.machine.description import describe_machine, git_commit
 from gradstream.runtime.simulation import Cost, LogNormal, Network, SimulationConfig
-from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, numbered
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, now

@@ -58,7 +58,7 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.run.result import Run
-from gradstream.testing.tokens import TokenAudit, Tokens, numbered
+from gradstream.testing.runs import TokenAudit, Tokens, numbered
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, kept, now

@@ -34,7 +34,7 @@ from typing import Any
 
 import gradstream as gs
 from gradstream.machine.description import describe_machine, git_commit
-from gradstream.testing.tokens import TokenAudit
+from gradstream.testing.runs import TokenAudit
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from common import ROOT, command_line, keep, kept, now

@@ -67,16 +67,16 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they 
     "ledger": {
         "gradstream.data.ledger:Ledger.receipt": NEEDED,
         "gradstream.data.leases:Leases.hand_out": NEEDED,
-        "gradstream.server.shard.kept_pushes:KeptPushes.note": None,
+        "gradstream.server.shard.pushes:KeptPushes.note": None,
     },
     "fencing": {
         "gradstream.server.shard.inspection:Inspection.check_member": None,
         "gradstream.server.shard.state:ShardState._window_of": NEEDED,
-        "gradstream.transport.access:AccessControl.is_member": NEEDED,
+        "gradstream.transport.endpoint:AccessControl.is_member": NEEDED,
     },
     "coordinator's state": {
-        "gradstream.coordinator.durable.state:KeptState.rows": {},
-        "gradstream.coordinator.durable.store:StateStore.write": None,
+        "gradstream.coordinator.durable:KeptState.rows": {},
+        "gradstream.coordinator.durable:StateStore.write": None,
     },
 }
 

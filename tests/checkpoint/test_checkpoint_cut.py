@@ -14,18 +14,25 @@ from safetensors.numpy import load
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
-from gradstream.checkpoint.policy import Policy
+from gradstream.checkpoint.folder import Policy
 from gradstream.coordinator.lead import Lost
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.testing.runs import QUICK, UNSTEADY, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered, token_counts
+from gradstream.testing.runs import (
+    QUICK,
+    UNSTEADY,
+    Tokens,
+    check_exactly_once,
+    least_squares,
+    numbered,
+    token_counts,
+)
 from gradstream.wire import v1
 from whole_runs import same, unexpected
 

@@ -13,11 +13,9 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import newest
-from gradstream.checkpoint.copies import CopyKeeper
-from gradstream.checkpoint.elsewhere import PART_BYTES
-from gradstream.checkpoint.folder import data_offset
+from gradstream.checkpoint.elsewhere import PART_BYTES, CopyKeeper
+from gradstream.checkpoint.folder import Policy, data_offset
 from gradstream.checkpoint.manifest import STATE
-from gradstream.checkpoint.policy import Policy
 from gradstream.checkpoint.snapshot import NodeSnapshots
 from gradstream.run import nodes as run_nodes
 from gradstream.run.simulated import SimulatedCluster
@@ -25,7 +23,7 @@ from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.simulated.endpoint import MemoryEndpoint
+from gradstream.transport.simulated import MemoryEndpoint
 from gradstream.wire import v1
 from gradstream.worker.group.exchange import _GroupSnapshot
 from whole_runs import same

@@ -23,9 +23,8 @@ from gradstream.checkpoint import (
     newest,
     parse_every,
 )
-from gradstream.checkpoint.folder import data_offset
+from gradstream.checkpoint.folder import KeptCheckpoint, data_offset
 from gradstream.checkpoint.format import header_of, parse, spec_of
-from gradstream.checkpoint.policy import KeptCheckpoint
 from gradstream.coordinator.snapshot_rounds import LastAttempt
 from gradstream.data.base import DataProgress, merged
 from gradstream.errors import DataError

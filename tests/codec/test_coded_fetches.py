@@ -20,9 +20,17 @@ from gradstream.memory import Span, Vector
 from gradstream.run.planning import plan_run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.client.fetch import Arrival
-from gradstream.server.shard.fetch_handler import FetchHandler
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.server.shard.requests import FetchHandler
+from gradstream.testing.runs import (
+    NUM_SAMPLES,
+    QUICK,
+    UNSTEADY,
+    Tokens,
+    check_exactly_once,
+    kill_at,
+    least_squares,
+    numbered,
+)
 from gradstream.wire import v1
 from gradstream.wire.frames import CODED
 from whole_runs import same

@@ -19,12 +19,19 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.files import load_job
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.job.registry import CODECS, find_codec
-from gradstream.job.settings.layers import apply
-from gradstream.job.settings.sources import Setting
+from gradstream.job.settings.layers import Setting, apply
 from gradstream.run.planning import plan_run
 from gradstream.server.client.push import PushCodec
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import (
+    NUM_SAMPLES,
+    QUICK,
+    UNSTEADY,
+    Tokens,
+    check_exactly_once,
+    kill_at,
+    least_squares,
+    numbered,
+)
 from whole_runs import same
 
 C = gs.codecs

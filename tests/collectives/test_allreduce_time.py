@@ -15,8 +15,7 @@ from gradstream.report.figures import figures_of
 from gradstream.report.reason import reason_of
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.strategies import AllReduce
-from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, numbered
 
 BUCKET_ELEMS = 1 << 18  # 1 MiB
 GRADIENT_S, APPLY_S = 0.4, 0.03

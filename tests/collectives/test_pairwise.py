@@ -14,7 +14,7 @@ from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.runtime.simulation import Link, Network, Partition, SimulationConfig
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork
 
 ELEMS, SILENCE_S = 1000, 2.0
 NETWORK = Network(bandwidth_bytes_s=1e6, link=Link(latency_s=1e-3))

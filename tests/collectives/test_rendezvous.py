@@ -15,7 +15,7 @@ from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.socket.tcp import TcpEndpoint
 
 NAMES = ("worker-0", "worker-1")

@@ -12,9 +12,16 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.durable.keeper import missing_lines
-from gradstream.coordinator.durable.state import KeptState, StateError, decode, encode
-from gradstream.coordinator.durable.store import STORE, StateStore, SupersededError
+from gradstream.coordinator.durable import (
+    STORE,
+    KeptState,
+    StateError,
+    StateStore,
+    SupersededError,
+    decode,
+    encode,
+    missing_lines,
+)
 from gradstream.coordinator.lifecycle import Boundary
 from gradstream.coordinator.membership import Membership
 from gradstream.data.feed import QueuePlan
@@ -24,8 +31,7 @@ from gradstream.data.shares import WorkerSpeed
 from gradstream.run.nodes import _membership, _started
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, SimulationConfig
-from gradstream.testing.runs import QUICK
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import QUICK, Tokens, numbered
 from gradstream.wire import v1
 
 

@@ -11,7 +11,7 @@ from gradstream.coordinator.lead import MOST_REPORTS, Emit, Instruction, Lead, L
 from gradstream.coordinator.lifecycle import Lifecycle, LossTolerance
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.refused_gradients import RefusedGradients
+from gradstream.coordinator.progress import RefusedGradients
 from gradstream.coordinator.registry import CoordinatorPlan, leads_of
 from gradstream.coordinator.relay import RunClock
 from gradstream.data.ledger import Ledger

@@ -23,8 +23,7 @@ from gradstream.errors import ConfigError, UserCodeError
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.telemetry.events import FinishedEvent, StartedEvent
-from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, numbered, token_counts
+from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbered, token_counts
 from gradstream.wire import v1
 from gradstream.worker.batch_gate import BatchGate
 

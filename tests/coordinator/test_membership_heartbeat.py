@@ -11,7 +11,7 @@ from gradstream.coordinator.client.presence import MAX_TRIES, EvictedError, Hear
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime import SimulationConfig, VirtualCluster
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 
 DEADLINES = Deadlines(lease_s=8)
 

@@ -15,7 +15,7 @@ from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime import Network, Partition
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.simulated.endpoint import MemoryEndpoint
+from gradstream.transport.simulated import MemoryEndpoint
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from membership_cluster import DEADLINES, SPEC, Cluster, dies, diligent, shard, worker

@@ -10,12 +10,12 @@ import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator import Member
+from gradstream.coordinator.assignment import ShareBalance, Shares
 from gradstream.coordinator.lead import Emit, Refuse
 from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.registry import CoordinatorPlan
-from gradstream.coordinator.shares import ShareBalance, Shares
-from gradstream.coordinator.snapshot import Snapshot
+from gradstream.coordinator.snapshot_rounds import Snapshot
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import RoundPlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradstream.coordinator.lead import Lost
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.progress import SampleProgress, receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.shares import ShareBalance
+from gradstream.coordinator.assignment import ShareBalance
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import feed_of, plan_of
 from gradstream.data.plan import JoinedPlan, PartitionPlan, RoundPlan

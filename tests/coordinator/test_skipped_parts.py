@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradstream.coordinator.lead import Lost
+from gradstream.coordinator.lost_work import SkippedParts
 from gradstream.coordinator.progress import receipt_of
-from gradstream.coordinator.stand_ins import SkippedParts
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan

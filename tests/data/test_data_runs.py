@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, token_counts
+from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, token_counts
 
 LOADED = """
 import time

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 
 import gradstream as gs
-from gradstream.transport.methods import LIMITS, METHODS
+from gradstream.transport.limits import LIMITS, METHODS
 from gradstream.wire import v1
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 import gradstream as gs
 from gradstream.job.job import Job
 from gradstream.job.settings import Setting, Word, apply, from_environment, from_texts, from_toml
-from gradstream.job.settings.sources import from_toml_text
+from gradstream.job.settings.layers import from_toml_text
 from gradstream.job.settings.values import MisfitError, fit
 from gradstream.run.planning import plan_run
 from gradstream.run.records import to_toml

@@ -20,7 +20,7 @@ from typing import ClassVar, TypeAlias
 
 from typing_extensions import override
 
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import PeerLostError
 from gradstream.job.plan import shard_name, worker_name
@@ -28,7 +28,7 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.base import Buffer
 from gradstream.runtime.simulation import Partition, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.transport.simulated.network import VirtualNetwork
+from gradstream.transport.simulated import VirtualNetwork
 
 # ---- fault kinds -------------------------------------------------------------------------
 

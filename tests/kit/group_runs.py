@@ -11,7 +11,7 @@ from gradstream.collectives.group import Group, GroupMembers
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 

@@ -21,8 +21,7 @@ from gradstream.job.descriptions import describe
 from gradstream.job.registry import find_optimizer
 from gradstream.optim.schedules import Position, Rate, nominal_rate, rate_at
 from gradstream.strategies import Strategy
-from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbered
 
 STEPS, PER_EPOCH = 40, 8
 

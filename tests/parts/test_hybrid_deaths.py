@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gradstream as gs
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.data.base import Feed
 from gradstream.errors import PeerLostError
 from gradstream.run.result import Run

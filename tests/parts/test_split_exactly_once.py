@@ -19,15 +19,14 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.job.losses import losses_of
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.push import PendingPushRequest
 from gradstream.testing import TokenAudit, numbered
-from gradstream.testing.runs import QUICK
-from gradstream.testing.tokens import token_layers
+from gradstream.testing.runs import QUICK, token_layers
 from gradstream.wire.chunks import member_name, part_of, replica_of
 from gradstream.worker.computed import SampleBatch
 from gradstream.worker.parts.decoupled import DecoupledGradients

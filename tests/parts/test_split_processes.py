@@ -179,7 +179,7 @@ def test_a_replica_comes_back_after_one_of_its_parts_was_killed(
 TOKENS = """
 import gradstream as gs
 from gradstream.testing import numbered
-from gradstream.testing.tokens import token_layers
+from gradstream.testing.runs import token_layers
 
 def job():
     given = {"workers": 3, "split": 2, "batch_size": 2, "epochs": 10, "chunk_elems": 64, "max_restarts": 0}

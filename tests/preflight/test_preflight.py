@@ -16,9 +16,8 @@ import gradstream as gs
 from gradstream.cli import main
 from gradstream.machine.resources import free_memory_bytes
 from gradstream.preflight import base, estimate, samples_per_s
-from gradstream.preflight import job as job_dry_run
-from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.preflight import base as job_dry_run
+from gradstream.testing.runs import Sized, numbered
 
 JOB = """
 import numpy as np

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradstream.report.noise_scale import NoiseScale, noise_scale_of, rounds_of
-from gradstream.report.summary import surviving
-from gradstream.telemetry import noise_meter
-from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
+from gradstream.report.summary import NoiseScale, noise_scale_of, rounds_of, surviving
+from gradstream.telemetry import meters
+from gradstream.telemetry.meters import Contribution, NoiseMeter
 
 ELEMS, DRAWS = 20, 10_000
 
@@ -131,7 +130,7 @@ def test_rounds_that_a_resumed_run_computes_again_count_once() -> None:
 
 def test_a_round_without_a_piece_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(noise_meter, "EVERY", 8)
+    monkeypatch.setattr(meters, "EVERY", 8)
     meter = NoiseMeter(0, 1, 2, seen.append)
     here = [Contribution(1, 0.25, 16.0), Contribution(3, 0.75, 16.0)]
     meter.add(1, [1, 3], here, 1.0)

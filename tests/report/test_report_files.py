@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.report.timeline import trace_json
+from gradstream.report.lanes import trace_json
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import least_squares

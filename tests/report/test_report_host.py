@@ -9,13 +9,11 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.report.cause import Reason
 from gradstream.report.figures import figures_of
-from gradstream.report.reason import reason_of
+from gradstream.report.reason import Reason, reason_of
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.testing.runs import Sized, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, least_squares, numbered
 
 Events = Sequence[Mapping[str, Any]]
 CHUNK = 4096

@@ -9,15 +9,13 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.report.cause import Reason
 from gradstream.report.figures import NodeFigures, RunFigures, ShardFigures, figures_of
-from gradstream.report.reason import reason_of
+from gradstream.report.reason import Reason, reason_of
 from gradstream.report.worker_figures import WorkerFigures
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Network, SimulationConfig
 from gradstream.strategies import Strategy
-from gradstream.testing.runs import Sized, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, least_squares, numbered
 
 CHUNK = 4096
 

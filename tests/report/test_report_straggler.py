@@ -11,8 +11,7 @@ from gradstream.cli.report import figures
 from gradstream.report.straggler import straggler_of
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
-from gradstream.testing.runs import Sized, kill_at
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, kill_at, numbered
 
 SLOW = {"worker-3": 0.2}
 GRADIENT = {"gradient": Cost(per_sample_s=1.0)}

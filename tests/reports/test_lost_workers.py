@@ -12,8 +12,14 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, SimulationConfig
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, count_tokens, least_squares, replace_at
-from gradstream.testing.tokens import check_exactly_once
+from gradstream.testing.runs import (
+    NUM_SAMPLES,
+    QUICK,
+    check_exactly_once,
+    count_tokens,
+    least_squares,
+    replace_at,
+)
 
 WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.05)})
 EPOCHS, ROUNDS = 4, 6  # rounds of an epoch

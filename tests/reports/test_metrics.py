@@ -10,8 +10,7 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
-from gradstream.testing.runs import Sized, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, least_squares, numbered
 
 WORLD = SimulationConfig(costs={"gradient": Cost(per_sample_s=0.01)})
 

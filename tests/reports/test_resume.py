@@ -14,8 +14,7 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import NUM_SAMPLES as TOKENS
-from gradstream.testing.runs import count_tokens, kill_at, least_squares, replace_at
-from gradstream.testing.tokens import check_exactly_once
+from gradstream.testing.runs import check_exactly_once, count_tokens, kill_at, least_squares, replace_at
 
 WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.1)})
 NUM_SAMPLES = 40

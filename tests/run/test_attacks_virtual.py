@@ -14,14 +14,13 @@ import pytest
 
 import gradstream as gs
 from gradstream.coordinator import presence_service
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
-from gradstream.testing.tokens import check_exactly_once
-from gradstream.transport.access import AccessControl
-from gradstream.transport.methods import METHODS, role_of
-from gradstream.transport.simulated.endpoint import MemoryEndpoint
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, check_exactly_once, count_tokens
+from gradstream.transport.endpoint import AccessControl
+from gradstream.transport.limits import METHODS, role_of
+from gradstream.transport.simulated import MemoryEndpoint
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
 from gradstream.checkpoint.manifest import JobPhase
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.coordinator.link_choice import Chosen, LinkChoice, Links
 from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.phase_jobs import job_of_phase, measured_first

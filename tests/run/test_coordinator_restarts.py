@@ -12,11 +12,10 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.testing.runs import QUICK, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, least_squares, numbered
 
 NUM_SAMPLES, EPOCHS = 24, 3
 WORLD = SimulationConfig(

@@ -22,7 +22,7 @@ from gradstream.data.alike import RANDOM, checks_of, differences
 from gradstream.data.arrays import quick_checks
 from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
-from gradstream.run.remote.facts import difference
+from gradstream.run.remote.members import difference
 from gradstream.wire import v1
 
 SCRIPT = """
@@ -156,7 +156,8 @@ def test_machines_compare_samples(tmp_path: Path) -> None:
         (tmp_path / machine / "job.py").write_text(text)
         (tmp_path / machine / "classes").write_text(names)
         code = (
-            "import json; from gradstream.job.files import load_job; from gradstream.run.remote.facts import facts_of\n"
+            "import json\nfrom gradstream.job.files import load_job\n"
+            "from gradstream.run.remote.members import facts_of\n"
             "print(json.dumps(facts_of(load_job('job.py'))))"
         )
         said = command(tmp_path / machine, "-c", code)

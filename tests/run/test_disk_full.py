@@ -27,9 +27,8 @@ from gradstream.run.local.forkserver import log_stream
 from gradstream.run.node import EVENTS, write_rest
 from gradstream.run.planning import plan_run
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.event_log import DISK_ERRORS, EventLog
 from gradstream.runtime.simulation import Cost, SimulationConfig
-from gradstream.runtime.storage import DiskStorage, MemoryStorage
+from gradstream.runtime.storage import DISK_ERRORS, DiskStorage, EventLog, MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.telemetry.events import CheckpointFailedEvent, FailedEvent, FinishedEvent, StepEvent, encode
 from gradstream.testing.runs import QUICK, least_squares

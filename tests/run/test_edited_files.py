@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.run.remote.facts import difference
+from gradstream.run.remote.members import difference
 
 JOB = """
 import time
@@ -136,7 +136,8 @@ def test_machines_compare_what_the_job_imports(tmp_path: Path) -> None:
         (tmp_path / machine).mkdir()
         write(tmp_path / machine, scaled_late=by)
         code = (
-            "import json; from gradstream.job.files import load_job; from gradstream.run.remote.facts import facts_of\n"
+            "import json\nfrom gradstream.job.files import load_job\n"
+            "from gradstream.run.remote.members import facts_of\n"
             "print(json.dumps(facts_of(load_job('job.py'))))"
         )
         facts.append(json.loads(command(tmp_path / machine, "-c", code).stdout))

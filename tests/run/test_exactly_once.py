@@ -17,7 +17,7 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.errors import Interrupted
 from gradstream.job.losses import losses_of
 from gradstream.run.simulated import Script, SimulatedCluster
@@ -31,8 +31,7 @@ from gradstream.server.shard.store import ShardStore
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
 from gradstream.testing.trials import Record, bad_world, observed
-from gradstream.transport.access import AccessControl
-from gradstream.transport.endpoint import EndpointCore
+from gradstream.transport.endpoint import AccessControl, EndpointCore
 from gradstream.wire import v1
 from kit.faults import Cut, FaultPlan
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gradstream.coordinator.durable.store import STORE, StateStore
+from gradstream.coordinator.durable import STORE, StateStore
 from gradstream.errors import ConfigError, DataError
 from gradstream.run.launcher_lock import FILE, LauncherRecord, holder_of, launcher_lock, signal_launcher
 

@@ -28,11 +28,10 @@ from gradstream.errors import GradientError, GradstreamError, NonFiniteError
 from gradstream.job.registry import STRATEGIES, find_strategy
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
-from gradstream.server.aggregation import PushHeader
+from gradstream.server.aggregation import Median, PushHeader, WholeRule
 from gradstream.server.procedure import CommandRound, StepResult, dot
-from gradstream.server.robust import Median, WholeRule
 from gradstream.server.shard.inspection import MOST_PUSHES, Inspection
-from gradstream.server.shard.pending_push import PendingPush
+from gradstream.server.shard.pushes import PendingPush
 from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates
@@ -41,7 +40,7 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.batch import ProcedureRun
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.methods import METHODS
+from gradstream.transport.limits import METHODS
 from gradstream.wire import v1
 
 BAD, LR, FEATURES = 2, 0.05, 150

@@ -15,8 +15,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.coordinator.lead import Emit, Instruction
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.refused_gradients import RefusedGradients
+from gradstream.coordinator.progress import RefusedGradients, SampleProgress
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
@@ -28,8 +27,7 @@ from gradstream.run.result import Run
 from gradstream.runtime.base import Report
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.telemetry.events import GradientRefusedEvent
-from gradstream.testing.runs import least_squares
-from gradstream.testing.tokens import TOKENS_PER_CHUNK, Tokens, numbered, token_counts
+from gradstream.testing.runs import TOKENS_PER_CHUNK, Tokens, least_squares, numbered, token_counts
 from gradstream.wire import v1
 
 NUM_SAMPLES, WORKERS, CHUNKS = 48, 3, 3

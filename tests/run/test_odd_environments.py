@@ -18,8 +18,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.errors import ConfigError, UserCodeError
-from gradstream.job.settings.layers import apply
-from gradstream.job.settings.sources import Setting, from_environment, from_toml
+from gradstream.job.settings.layers import Setting, apply, from_environment, from_toml
 from gradstream.machine import resources
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local.forkserver import _call
@@ -309,7 +308,7 @@ def test_settings_are_utf_8_in_any_locale(tmp_path: Path) -> None:
     path = tmp_path / "gradstream.toml"
     path.write_bytes('name = "größe"\n'.encode())
     assert from_toml(path)[0].value == "größe"
-    code = "import pathlib, sys; from gradstream.job.settings.sources import from_toml\n"
+    code = "import pathlib, sys; from gradstream.job.settings.layers import from_toml\n"
     code += "print(ascii(from_toml(pathlib.Path(sys.argv[1]))[0].value))"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(

@@ -13,7 +13,7 @@ import gradstream as gs
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.coordinator import growing_batches
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.coordinator.growing_batches import VarianceTest
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data import Ledger
@@ -25,8 +25,16 @@ from gradstream.optim.schedules import Position
 from gradstream.report.page import PageSource, page
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import (
+    NUM_SAMPLES,
+    QUICK,
+    UNSTEADY,
+    Tokens,
+    check_exactly_once,
+    kill_at,
+    least_squares,
+    numbered,
+)
 from whole_runs import same
 
 ADAM, MOMENTUM = gs.optim.Adam(lr=0.01), gs.optim.SGD(lr=0.01, momentum=0.9)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradstream as gs
-from gradstream.testing.tokens import check_exactly_once
+from gradstream.testing.runs import check_exactly_once
 from machine_command import Command, Here
 
 JOB = """
@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 import gradstream as gs
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import Tokens, numbered
 
 WAITS = Path(__file__).with_name("waits")  # its size: the minibatch of a process before which it waits for "hurry"
 CALLS = 0

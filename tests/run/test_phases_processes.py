@@ -19,14 +19,14 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.run.planning import plan_run
 from gradstream.telemetry.events import EventDict
-from gradstream.testing.tokens import check_exactly_once
+from gradstream.testing.runs import check_exactly_once
 from killing import Killer
 
 resume_module = sys.modules["gradstream._resume"]
 
 JOB = """
 import gradstream as gs
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import Tokens, numbered
 
 
 class Sums(Tokens):

@@ -13,9 +13,8 @@ import pytest
 
 from gradstream.report.progress_line import Display
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.certificate_authority import Invitation
-from gradstream.run.remote.join_service import JOB, JoinService
-from gradstream.run.remote.machine_rendezvous import MachineRendezvous
+from gradstream.run.remote.certificate_authority import JOB, Invitation
+from gradstream.run.remote.join_service import JoinService, MachineRendezvous
 from gradstream.run.remote.members import MachineMembers
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event, encode

@@ -15,13 +15,13 @@ from gradstream.cli import main
 from gradstream.machine.doctor import DoctorResult, look_here
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import CertificateAuthority, Invitation
-from gradstream.run.remote.doctor import (
+from gradstream.run.remote.join_service import JoinService
+from gradstream.run.remote.members import MachineMembers
+from gradstream.run.remote.reach import (
     clock_finding,
     look_there,
     version_findings,
 )
-from gradstream.run.remote.join_service import JoinService
-from gradstream.run.remote.members import MachineMembers
 
 TOKEN = "a token of sixteen characters or more"
 WHOLE_WAY = ["name", "TCP", "TLS", "gRPC", "round trip", "clock"]

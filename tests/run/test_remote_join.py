@@ -30,12 +30,10 @@ from gradstream.job.files import load_job
 from gradstream.run.remote import join as joining_module
 from gradstream.run.remote.address import Address, files_of, new_token
 from gradstream.run.remote.certificate_authority import CertificateAuthority, Invitation
-from gradstream.run.remote.entrance import Entrance
-from gradstream.run.remote.facts import difference, facts_of, file_hash
-from gradstream.run.remote.join import Joining, join
+from gradstream.run.remote.join import Entrance, Joining, join
 from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening, workers_each
-from gradstream.run.remote.members import REPLACED, MachineMembers, Seat
+from gradstream.run.remote.members import REPLACED, MachineMembers, Seat, difference, facts_of, file_hash
 from gradstream.run.remote.reach import reach
 from gradstream.wire import v1
 

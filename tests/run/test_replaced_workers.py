@@ -37,12 +37,12 @@ from gradstream.testing.runs import (
     NUM_SAMPLES,
     QUICK,
     UNSTEADY,
+    check_exactly_once,
     count_tokens,
     kill_at,
     least_squares,
     replace_at,
 )
-from gradstream.testing.tokens import check_exactly_once
 from gradstream.worker.buffer_averager import BufferAverager
 
 EPOCHS = 6

@@ -19,7 +19,7 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Link

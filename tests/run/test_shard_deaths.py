@@ -30,8 +30,7 @@ from gradstream.run.planning import plan_run
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.shard import copies
-from gradstream.server.shard.backup import BackupHolder, BackupOnPeer
-from gradstream.server.shard.backup_log import BackupLog
+from gradstream.server.shard.backup import BackupHolder, BackupLog, BackupOnPeer
 from gradstream.server.shard.copies import ChunkCopies
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.runs import QUICK, UNSTEADY, count_tokens, kill_at

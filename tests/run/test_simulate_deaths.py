@@ -12,8 +12,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.runtime.simulation import Cost
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens, kill_at
-from gradstream.testing.tokens import check_exactly_once
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, check_exactly_once, count_tokens, kill_at
 
 EPOCHS = 3
 LEASE_S = QUICK.lease_s

@@ -19,8 +19,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.server.client.push import PendingPushRequest
 from gradstream.server.shard.state import ShardState
 from gradstream.strategies import Downpour, ServerWorker, Strategy
-from gradstream.testing.runs import QUICK
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
 from gradstream.wire.frames import SequenceWindow
 from gradstream.worker.server.replica import ServerReplica
 

@@ -13,8 +13,7 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, numbered
 
 # The original on Caltech-101: seconds of a worker for a minibatch, of the one server for a push,
 # minibatches an epoch. The queue has no scale of its own: a hundredth of the times keeps the
@@ -82,7 +81,7 @@ import gradstream as gs
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream._simulate import simulate
 from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import numbered
 
 layers = [650 * 101 + 101, 1500 * 650 + 650, 49152 * 1500 + 1500]
 assert sum(layers) == 74_770_901

@@ -16,8 +16,7 @@ from gradstream.run.result import Run
 from gradstream.runtime import Report, VirtualCluster, Work
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig, Trace
 from gradstream.strategies import Strategy
-from gradstream.testing.runs import QUICK, Sized, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 
 CHUNK = 4096
 CHUNK_BYTES = 4 * CHUNK

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.transport.methods import Limits
+from gradstream.transport.limits import Limits
 
 MACHINES = int(os.environ.get("TOLD_MACHINES", "528"))
 """It was told with 1024."""

@@ -11,7 +11,7 @@ import pytest
 import gradstream as gs
 from gradstream.ext.ssh.host import folder_remedy
 from gradstream.job.files import load_job
-from gradstream.runtime.event_log import DISK_ERRORS, disk_remedy
+from gradstream.runtime.storage import DISK_ERRORS, disk_remedy
 
 
 def remedy(number: int) -> str:

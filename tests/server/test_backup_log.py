@@ -16,7 +16,7 @@ from gradstream.runtime.base import Buffer
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
-from gradstream.server.shard.backup_log import BackupLog
+from gradstream.server.shard.backup import BackupLog
 from gradstream.wire import v1
 from kit.faults import FailingStorage
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from gradstream.server.shard.push_handler import LEAD_CHUNKS, PacedPush, PushPacer
+from gradstream.server.shard.requests import LEAD_CHUNKS, PacedPush, PushPacer
 from gradstream.strategies.synchronous import SynchronousRound
 
 

@@ -18,8 +18,7 @@ from gradstream.memory import Memory, Vector
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.simulation import Cost, SimulationConfig
-from gradstream.server.aggregation import EveryN, EveryPush, PushHeader
-from gradstream.server.correction import SenderStates
+from gradstream.server.aggregation import EveryN, EveryPush, PushHeader, SenderStates
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.state import Acknowledge, Instruction, Parked, ShardState

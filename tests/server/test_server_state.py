@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
-from gradstream.server.robust import Median
+from gradstream.server.aggregation import EveryPush, FetchTerms, Median, PushHeader
 from gradstream.server.shard.state import (
     Acknowledge,
     Apply,

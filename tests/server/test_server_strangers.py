@@ -15,11 +15,10 @@ from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.strategies.ssp import Clocked
 from gradstream.testing.pieces import chunk_frame
-from gradstream.transport.access import AccessControl
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.methods import LIMITS
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.endpoint import AccessControl, EndpointCore
+from gradstream.transport.limits import LIMITS
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
 
 FINGERPRINT, ELEMS, EPOCH = 77, 64, 3

@@ -23,15 +23,21 @@ from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.aggregation import AggregationRule, EveryN, FetchTerms, PushHeader
-from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
+from gradstream.server.aggregation import (
+    MOST_COPIES,
+    AggregationRule,
+    Correction,
+    EveryN,
+    FetchTerms,
+    PushHeader,
+    SenderStates,
+)
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.pending_push import PendingFetch
+from gradstream.server.shard.pushes import PendingFetch
 from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import ServerWorker
-from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, kill_at, least_squares, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.frames import SequenceWindow
@@ -485,7 +491,7 @@ class Looking(Drifting):
 
 def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(learnt(Looking())).all()
-    monkeypatch.setattr("gradstream.server.shard.fetch_handler.PendingFetch", numbered_fetch)
+    monkeypatch.setattr("gradstream.server.shard.requests.PendingFetch", numbered_fetch)
     with pytest.raises(gs.errors.GradstreamError, match="pushes one gradient for each fetch"):
         learnt(Looking())
 

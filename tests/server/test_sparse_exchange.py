@@ -25,8 +25,7 @@ from gradstream.server.rows import ChangedRows, RowMap, RowPart, RowTable, pack
 from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.strategies.base import RowExchange
-from gradstream.testing.runs import QUICK
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap

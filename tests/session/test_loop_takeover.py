@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
 from gradstream.coordinator.lifecycle import Lifecycle, LossTolerance
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.own_loops import OwnLoops
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
@@ -37,7 +37,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.job.files import load_job
 from gradstream.server.aggregation import EveryPush, PushHeader
-from gradstream.server.shard.kept_pushes import KeptPushes
+from gradstream.server.shard.pushes import KeptPushes
 from gradstream.server.shard.state import Parked, ShardState
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import part_of

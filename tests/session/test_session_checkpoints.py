@@ -18,8 +18,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import gradstream as gs
-from gradstream.checkpoint.distributed import described, read_distributed, write_distributed
-from gradstream.checkpoint.layouts import INDEX, read_shards, write_shards
+from gradstream.checkpoint.layouts import (
+    INDEX,
+    described,
+    read_distributed,
+    read_shards,
+    write_distributed,
+    write_shards,
+)
 from gradstream.cli import main
 from gradstream.errors import ConfigError, DataError
 from gradstream.run.result import FINAL_MODEL

@@ -29,8 +29,7 @@ from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, QuorumDecision, Release, ShardState
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import EventDict
-from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares, numbered
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 

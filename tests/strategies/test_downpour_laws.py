@@ -17,8 +17,7 @@ from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.server.client.fetch import Arrival
 from gradstream.server.shard.state import ShardState
 from gradstream.strategies import ServerWorker
-from gradstream.testing.runs import QUICK, least_squares
-from gradstream.testing.tokens import Tokens, numbered, token_counts
+from gradstream.testing.runs import QUICK, Tokens, least_squares, numbered, token_counts
 
 LR, GRID = 2.0**-7, 2.0**-10
 LATE = SimulationConfig(  # the network is slower than the gradients, and each chunk goes its own way

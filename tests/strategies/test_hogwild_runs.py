@@ -15,13 +15,12 @@ import torch
 
 import gradstream as gs
 from gradstream import sparse
-from gradstream.checkpoint.policy import Policy
+from gradstream.checkpoint.folder import Policy
 from gradstream.coordinator.lead import Emit, Lost
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.snapshot import Discard
-from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.snapshot_rounds import Discard, SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError

@@ -13,12 +13,12 @@ from gradstream.cli.report import figures
 from gradstream.errors import ConfigError
 from gradstream.report import curves
 from gradstream.report.charts import value_text
-from gradstream.report.noise_scale import DECAY, SQUARES, rounds_of
 from gradstream.report.sections import learning
+from gradstream.report.summary import DECAY, SQUARES, rounds_of
 from gradstream.run.result import Run
 from gradstream.server.shard.updates import Updates
-from gradstream.telemetry import noise_meter
-from gradstream.telemetry.noise_meter import NoiseMeter
+from gradstream.telemetry import meters
+from gradstream.telemetry.meters import NoiseMeter
 from gradstream.testing.runs import QUICK, kill_at
 from gradstream.worker.group.peers import GroupPeers
 from split_jobs import run as small_run
@@ -35,7 +35,7 @@ Call = tuple[bytes, Any, Any]
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shorter run has as many measured rounds."""
-    monkeypatch.setattr(noise_meter, "EVERY", EVERY)
+    monkeypatch.setattr(meters, "EVERY", EVERY)
 
 
 class Twin:

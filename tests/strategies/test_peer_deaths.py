@@ -19,8 +19,7 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.environment import node_environment
 from gradstream.runtime.simulation import Cost, Link, Network, Partition, SimulationConfig
 from gradstream.strategies.matching import partner_of
-from gradstream.testing.runs import QUICK, UNSTEADY, Sized, kill_at, least_squares, replace_at
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import QUICK, UNSTEADY, Sized, kill_at, least_squares, numbered, replace_at
 from killing import Killer
 from peer_runs import alone, bytes_of, noted
 from whole_runs import train

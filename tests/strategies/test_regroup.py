@@ -17,7 +17,7 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from gradstream.errors import Interrupted
 from gradstream.job.files import load_job
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Partition, SimulationConfig

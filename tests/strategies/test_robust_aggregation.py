@@ -20,7 +20,7 @@ from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.server.robust import (
+from gradstream.server.aggregation import (
     CenteredClipping,
     ClippedMean,
     Krum,

@@ -15,9 +15,9 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
+from gradstream.coordinator.lost_work import StandIns
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.job.files import load_job

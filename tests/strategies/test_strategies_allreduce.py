@@ -23,7 +23,7 @@ from gradstream.errors import ConfigError, GradientError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.strategies import AllReduce
-from gradstream.telemetry.wait_attribution import WaitAttribution
+from gradstream.telemetry.meters import WaitAttribution
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
 from gradstream.testing.suites import BrokenPropertiesError

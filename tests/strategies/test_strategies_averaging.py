@@ -26,8 +26,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import PushHeader
 from gradstream.strategies.averaging import Averaged
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import Sized, kill_at, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, kill_at, least_squares, numbered
 from gradstream.worker.server.exchange import ServerExchange
 
 LR = 2.0**-7

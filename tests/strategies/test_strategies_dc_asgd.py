@@ -15,13 +15,11 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.model.base import Reduction
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
-from gradstream.server.correction import Correction, SenderStates
+from gradstream.server.aggregation import AggregationRule, Correction, EveryPush, PushHeader, SenderStates
 from gradstream.strategies import ServerWorker
 from gradstream.strategies.dc_asgd import DCASGD, Compensation
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import QUICK, Sized, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.worker.server.replica import ServerReplica
 

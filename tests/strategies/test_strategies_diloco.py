@@ -28,8 +28,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.client.push import Update
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import Sized, kill_at, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, kill_at, least_squares, numbered
 from gradstream.worker.server.replica import ServerReplica
 
 Array = np.ndarray[Any, Any]

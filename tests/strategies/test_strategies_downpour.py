@@ -16,8 +16,7 @@ from gradstream.data.plan import PartitionPlan
 from gradstream.model.base import Model
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.strategies import ServerWorker, Strategy
-from gradstream.testing.runs import least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
 
 LR = 2.0**-7
 FEATURES = 300  # 5 chunks of 64 elements

@@ -23,8 +23,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies.together import Barrier
 from gradstream.testing import check_strategy
 from gradstream.testing.properties import BrokenPropertyError, Property, complete, deaths, resumes
-from gradstream.testing.runs import Sized, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import Sized, Tokens, kill_at, least_squares, numbered
 from gradstream.testing.trials import token_run
 from gradstream.worker.server.exchange import ServerExchange
 from gradstream.worker.server.next_update import ElasticPull

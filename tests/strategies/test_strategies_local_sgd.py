@@ -17,8 +17,17 @@ from gradstream.errors import ConfigError
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered, token_counts
+from gradstream.testing.runs import (
+    NUM_SAMPLES,
+    QUICK,
+    UNSTEADY,
+    Tokens,
+    check_exactly_once,
+    kill_at,
+    least_squares,
+    numbered,
+    token_counts,
+)
 from gradstream.worker.local_steps import LocalSteps
 from whole_runs import same
 

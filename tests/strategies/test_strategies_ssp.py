@@ -30,8 +30,7 @@ from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, S
 from gradstream.strategies import ServerWorker
 from gradstream.strategies.ssp import Lockstep
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import least_squares
-from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
 from gradstream.testing.trials import token_run
 
 WORKERS, CLOCKS = 4, 24

@@ -26,8 +26,7 @@ from gradstream.strategies import Strategy, softsync
 from gradstream.strategies.softsync import WeightedMean
 from gradstream.testing import check_strategy
 from gradstream.testing.properties import complete, documented, plain, travels
-from gradstream.testing.runs import Sized, least_squares
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import Sized, least_squares, numbered
 from gradstream.wire.chunks import ChunkMap
 
 INSTANT = Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0), header_bytes=0)

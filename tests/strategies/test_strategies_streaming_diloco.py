@@ -26,8 +26,7 @@ from gradstream.server.client.push import Update
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.streaming_diloco import StreamingDiLoCo, turn
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import QUICK, UNSTEADY, Sized, kill_at, least_squares, replace_at
-from gradstream.testing.tokens import numbered
+from gradstream.testing.runs import QUICK, UNSTEADY, Sized, kill_at, least_squares, numbered, replace_at
 from gradstream.worker.server.replica import ServerReplica
 
 Array = np.ndarray[Any, Any]

@@ -21,7 +21,7 @@ from gradstream.telemetry import events
 from gradstream.telemetry.event_lines import EventError, parse_event
 from gradstream.telemetry.events import EvaluatedEvent, FinishedEvent, StepEvent, encode
 from gradstream.trackers.tensorboard import write_run
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 from membership_cluster import Cluster, diligent, shard, worker
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradstream as gs
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import StateStore
 from kit.faults import (
     Corrupt,
     Cut,

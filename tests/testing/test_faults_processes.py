@@ -16,8 +16,7 @@ from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
-from gradstream.testing.runs import UNSTEADY
-from gradstream.testing.tokens import Tokens, check_exactly_once
+from gradstream.testing.runs import UNSTEADY, Tokens, check_exactly_once
 from kit.faults import (
     Corrupt,
     Cut,
@@ -42,7 +41,7 @@ NODES = ["coordinator", "shard-0", "shard-1", "worker-0", "worker-1", "worker-2"
 JOB = """
 import time
 import gradstream as gs
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import Tokens, numbered
 
 class SlowTokens(Tokens):
     def gradient(self, *given, **named):

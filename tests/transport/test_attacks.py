@@ -27,12 +27,11 @@ import grpc.aio
 import pytest
 
 from gradstream.errors import GradstreamError, RefusedError
-from gradstream.run.remote.certificate_authority import CertificateAuthority
-from gradstream.run.remote.join_service import JOB
+from gradstream.run.remote.certificate_authority import JOB, CertificateAuthority
 from gradstream.runtime import RealRuntime
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import LIMITS, METHODS, role_of
+from gradstream.transport.limits import LIMITS, METHODS, role_of
 from gradstream.transport.offers import CarrierOffer
 from gradstream.transport.security import Tls
 from gradstream.transport.socket.framing import PREFIX

@@ -29,7 +29,7 @@ from gradstream.transport.detours import PIECE_BYTES, TICKET_BYTES, Detours, dia
 from gradstream.transport.endpoint import WINDOW
 from gradstream.transport.grpc.connection import GrpcConnection
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 
 NAMES = ("worker-0", "worker-1", "worker-2")

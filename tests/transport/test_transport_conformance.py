@@ -12,16 +12,14 @@ import torch
 
 from gradstream.errors import DeadlineError, GradstreamError
 from gradstream.memory import Span
-from gradstream.testing import ending_checks, flow_checks, pieces, refusal_checks
+from gradstream.testing import pieces, refusal_checks, stream_checks
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
 from gradstream.testing.pieces import Check, ConformanceError, MakePair
 from gradstream.testing.suites import CHECKS, run_check
-from gradstream.transport.access import AccessControl
+from gradstream.transport import simulated
 from gradstream.transport.base import Lent, Stream
-from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.simulated import network
-from gradstream.transport.simulated.endpoint import _End, _Pipe
-from gradstream.transport.simulated.network import Packet, StreamQueue, _Card
+from gradstream.transport.endpoint import AccessControl, EndpointCore
+from gradstream.transport.simulated import Packet, StreamQueue, _Card, _End, _Pipe
 from gradstream.transport.stream import Failure, StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
@@ -123,18 +121,24 @@ def _drops_nothing(stream: StreamCore, failure: Failure, *, drop: bool) -> None:
 _CLOSE = StreamCore._close
 
 FAULTS: list[tuple[str, Any, str, Any, Check]] = [
-    ("reorders", StreamQueue, "_land", _lands_shuffled, flow_checks.order),
-    ("duplicates", StreamQueue, "arrive", _twice, flow_checks.order),
-    ("ignores credit", StreamCore, "_may_send", lambda stream: True, flow_checks.credit),
-    ("ignores the caller's window", StreamCore, "_may_send", lambda stream: True, flow_checks.callers_window),
-    ("one queue for all", network, "_Card", _FirstComeFirstServed, flow_checks.priority),
-    ("delivers after a cancel", StreamCore, "_close", _drops_nothing, ending_checks.cancel_by_caller),
+    ("reorders", StreamQueue, "_land", _lands_shuffled, stream_checks.order),
+    ("duplicates", StreamQueue, "arrive", _twice, stream_checks.order),
+    ("ignores credit", StreamCore, "_may_send", lambda stream: True, stream_checks.credit),
+    (
+        "ignores the caller's window",
+        StreamCore,
+        "_may_send",
+        lambda stream: True,
+        stream_checks.callers_window,
+    ),
+    ("one queue for all", simulated, "_Card", _FirstComeFirstServed, stream_checks.priority),
+    ("delivers after a cancel", StreamCore, "_close", _drops_nothing, stream_checks.cancel_by_caller),
     ("takes payloads by reference", _End, "transmit", _kept, pieces.taken_over),
     ("keeps what it was lent", StreamCore, "lend", _keeps, pieces.lending),
     ("does not check chunks", StreamCore, "reject", _deaf, refusal_checks.bad_chunks),
     ("does not check identities", AccessControl, "objection", _no_refusal, refusal_checks.identity),
-    ("is silent while waiting", StreamCore, "waiting", _never, ending_checks.waiting_resets),
-    ("does not tell of a death", _Pipe, "lose", lambda pipe, node: None, ending_checks.peer_death),
+    ("is silent while waiting", StreamCore, "waiting", _never, stream_checks.waiting_resets),
+    ("does not tell of a death", _Pipe, "lose", lambda pipe, node: None, stream_checks.peer_death),
 ]
 
 

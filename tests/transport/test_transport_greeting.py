@@ -21,7 +21,7 @@ from gradstream.testing.pieces import echo, reply_once
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import ShmEndpoint
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.socket import endpoint
 from gradstream.transport.socket.endpoint import SocketEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint

@@ -23,7 +23,7 @@ from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.grpc.connection import MAX_MESSAGE_BYTES, METHOD
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import Method
+from gradstream.transport.limits import Method
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 from gradstream.wire.v1_pb2_grpc import PeerStub

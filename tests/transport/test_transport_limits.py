@@ -27,13 +27,12 @@ from gradstream.testing.pieces import (
     reply_once,
     take_chunk,
 )
-from gradstream.transport import access as access_module
-from gradstream.transport import receive_queue as intake_module
+from gradstream.transport import endpoint as access_module
+from gradstream.transport import limits as intake_module
 from gradstream.transport.base import Caller, Identity, Priority, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import LIMITS, Method
-from gradstream.transport.receive_queue import MAX_FREE_BYTES, Intake, Intakes, ReceiveQueue
+from gradstream.transport.limits import LIMITS, MAX_FREE_BYTES, Intake, Intakes, Method, ReceiveQueue
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL

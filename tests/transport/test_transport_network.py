@@ -15,8 +15,7 @@ from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.pieces import tensors as tensors_check
 from gradstream.testing.suites import run_check
 from gradstream.transport.base import Identity, Priority, Stream
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
-from gradstream.transport.simulated.network import Packet, StreamQueue, VirtualNetwork
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork, Packet, StreamQueue, VirtualNetwork
 from gradstream.wire import v1
 
 LATENCY_S, BANDWIDTH = 1e-3, 1e9

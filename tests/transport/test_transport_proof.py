@@ -12,7 +12,7 @@ from gradstream.testing.pairs import SECRET
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.connection import CallerSession, PeerSession, Sessions, proved
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, SequenceWindow
 from kit.bare import Bare

@@ -12,7 +12,7 @@ import torch
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
-from gradstream.testing import ending_checks, flow_checks, pieces, refusal_checks
+from gradstream.testing import pieces, refusal_checks, stream_checks
 from gradstream.testing.pairs import SECRET, real_pairs
 from gradstream.testing.pieces import Check, reply_once
 from gradstream.testing.suites import run_check
@@ -187,14 +187,14 @@ def test_the_first_carrier_reaches_who_is_not_known() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        flow_checks.order,
-        flow_checks.concurrent_calls,
+        stream_checks.order,
+        stream_checks.concurrent_calls,
         refusal_checks.identity,
         pieces.tensors,
         pieces.landing,
-        ending_checks.peer_death,
-        ending_checks.unknown_peer,
-        ending_checks.closing,
+        stream_checks.peer_death,
+        stream_checks.unknown_peer,
+        stream_checks.closing,
     ],
     ids=lambda check: check.__name__,
 )

@@ -32,7 +32,7 @@ from gradstream.transport import endpoint as endpoint_module
 from gradstream.transport import security
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import LIMITS, METHODS, ROLES, Method, role_of
+from gradstream.transport.limits import LIMITS, METHODS, ROLES, Method, role_of
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
 
@@ -159,7 +159,7 @@ def test_the_role_decides(
 ) -> None:
     """Every method against every role, over one connection: by the certificate, and by the member's name."""
     more = replace(LIMITS, refusals=2 * len(METHODS))
-    monkeypatch.setattr("gradstream.transport.receive_queue.LIMITS", more)
+    monkeypatch.setattr("gradstream.transport.limits.LIMITS", more)
     name = role if role in ("coordinator", "launcher") else f"{role}-0"
     methods = (*METHODS, "a method that nobody has listed")
 

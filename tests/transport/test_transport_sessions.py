@@ -21,7 +21,7 @@ from gradstream.transport.grpc import connection
 from gradstream.transport.grpc import endpoint as grpc_module
 from gradstream.transport.grpc.connection import CHALLENGE, METHOD, NO_CHALLENGE, SESSION, GrpcConnection
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.proof import BAD_SECRET
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL

@@ -11,7 +11,7 @@ from gradstream._simulate import simulate
 from gradstream.coordinator import EvictedError
 from gradstream.errors import RefusedError
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import Tokens, numbered
 
 
 @pytest.mark.parametrize(

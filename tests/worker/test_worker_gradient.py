@@ -17,8 +17,7 @@ from gradstream.data.plan import JoinedPlan, RoundPlan
 from gradstream.errors import ConfigError, GradientError
 from gradstream.memory import Vector
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
-from gradstream.testing.runs import least_squares
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import Tokens, least_squares, numbered
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import Clip, Differentiator, hash_seed
 

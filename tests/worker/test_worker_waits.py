@@ -14,9 +14,8 @@ from gradstream.server.aggregation import PushHeader
 from gradstream.server.shard.executor import StragglerTracker
 from gradstream.server.shard.state import Apply, Parked
 from gradstream.strategies import Strategy
-from gradstream.telemetry.wait_attribution import Kind, Stopwatch, WaitAttribution, shared_out
-from gradstream.testing.runs import Sized
-from gradstream.testing.tokens import numbered
+from gradstream.telemetry.meters import Kind, Stopwatch, WaitAttribution, shared_out
+from gradstream.testing.runs import Sized, numbered
 
 # ---- pure parts -------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from gradstream.job.descriptions import describe
 from gradstream.job.job import Job
 from gradstream.job.overrides import optimizer_of_text, overrides, text_of_optimizer, with_overrides
 from gradstream.job.settings import apply, from_texts
-from gradstream.job.settings.sources import from_toml_text
+from gradstream.job.settings.layers import from_toml_text
 from gradstream.recording import entries, log
 from gradstream.run.node_spec import NodeSpec
 from gradstream.sparse.data import from_csr

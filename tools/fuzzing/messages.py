@@ -18,7 +18,7 @@ from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream._version import __version__
-from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.assignment import BatchAssignment, ShareBalance, Shares
 from gradstream.coordinator.checkpoint_writer import lies_in
 from gradstream.coordinator.lead import Emit, Refuse
 from gradstream.coordinator.lifecycle import LossTolerance
@@ -26,7 +26,6 @@ from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.presence_service import EventGate
 from gradstream.coordinator.progress import receipt_of
 from gradstream.coordinator.registry import CoordinatorPlan
-from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import QueuePlan
 from gradstream.data.ledger import Ledger
@@ -44,7 +43,7 @@ from gradstream.strategies.ssp import Clocked
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
 from gradstream.transport.base import Identity
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 

@@ -10,11 +10,11 @@ from typing import Any
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_json
 from gradstream.errors import ConfigError
+from gradstream.report.lanes import trace_json
 from gradstream.report.page import PageSource, page
 from gradstream.report.progress_line import ProgressLine
 from gradstream.report.staleness import staleness_by
 from gradstream.report.summary import evaluations_of, history_of, summary_of
-from gradstream.report.timeline import trace_json
 from gradstream.run.remote.address import Address
 from gradstream.run.result import check_info
 from gradstream.telemetry import events as kinds

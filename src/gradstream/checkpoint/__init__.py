@@ -7,8 +7,11 @@ the state that each worker has of its own. `coordinator/snapshot_rounds.py` deci
 
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
 from gradstream.checkpoint.folder import (
+    Every,
+    Policy,
     kept,
     newest,
+    parse_every,
     prune,
     sweep,
     to_resume,
@@ -16,7 +19,6 @@ from gradstream.checkpoint.folder import (
 )
 from gradstream.checkpoint.format import TensorSpec, spec_of
 from gradstream.checkpoint.manifest import Evaluated, Manifest, Resume
-from gradstream.checkpoint.policy import Every, Policy, parse_every
 
 __all__ = [
     "DraftSnapshot",

@@ -15,10 +15,9 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from gradstream.checkpoint.copies import send_copy
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
-from gradstream.checkpoint.elsewhere import PART_BYTES
-from gradstream.checkpoint.folder import prune, sweep
+from gradstream.checkpoint.elsewhere import PART_BYTES, send_copy
+from gradstream.checkpoint.folder import Policy, prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec, spec_of
 from gradstream.checkpoint.manifest import JobPhase, Manifest
 from gradstream.checkpoint.own_state import (
@@ -32,12 +31,10 @@ from gradstream.checkpoint.own_state import (
     digests_of,
     file_of_own,
 )
-from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.assignment import Shares
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.lead import Emit, Instruction
-from gradstream.coordinator.shares import Shares
-from gradstream.coordinator.snapshot import Commit, Discard, Prepare, Snapshot
-from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.snapshot_rounds import Commit, Discard, Prepare, Snapshot, SnapshotRounds
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import DataError, GradstreamError, RefusedError
 from gradstream.model.buffers import Buffers
@@ -376,7 +373,7 @@ def _part(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:
 
 
 class _Copies:
-    """Sends each checkpoint to one worker on another machine, if there is any. See `checkpoint/copies.py`."""
+    """Sends each checkpoint to one worker on another machine, if there is any. See `checkpoint/elsewhere.py`."""
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context

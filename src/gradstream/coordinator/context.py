@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradstream.coordinator.durable.keeper import Keeper
+from gradstream.coordinator.durable import Keeper
 from gradstream.coordinator.lead import Instruction
 from gradstream.coordinator.membership import Membership
 from gradstream.runtime.base import Runtime

@@ -15,8 +15,7 @@ from google.protobuf.message import Message
 
 from gradstream.coordinator.checkpoint_writer import CheckpointHandler, CheckpointOptions, CheckpointWriter
 from gradstream.coordinator.context import CoordinatorContext
-from gradstream.coordinator.durable.keeper import Keeper
-from gradstream.coordinator.durable.state import KeptState
+from gradstream.coordinator.durable import Keeper, KeptState
 from gradstream.coordinator.lead import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.presence_service import Admitted, PresenceService

@@ -39,7 +39,7 @@ from gradstream.data.plan import unjoined
 from gradstream.errors import PeerLostError
 from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.telemetry.events import Event, JoinedEvent, LeftEvent
-from gradstream.transport.methods import worker_rank
+from gradstream.transport.limits import worker_rank
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 from gradstream.wire.chunks import member_name

@@ -141,7 +141,7 @@ class EpochParts(Lead):
     REQUESTS: ClassVar = {"epoch_part": v1.EpochPart}
 
     KEPT = ("_taken", "_done")
-    """See `coordinator.durable.state`."""
+    """See `coordinator.durable`."""
 
     MOST_EPOCHS = 64
     """Epochs of all loaders that are known; older ones are over."""

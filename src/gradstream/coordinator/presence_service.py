@@ -15,7 +15,7 @@ from gradstream.runtime.tasks import Throttle, Wakeup
 from gradstream.telemetry.event_lines import EventError, parse_event
 from gradstream.telemetry.events import Event, RefusedEventsEvent
 from gradstream.transport.base import Stream
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 

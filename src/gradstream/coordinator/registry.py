@@ -9,25 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gradstream.checkpoint.folder import Policy
 from gradstream.checkpoint.manifest import JobPhase, Resume
-from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
-from gradstream.coordinator.assignment import AssignmentReplies, BatchAssignment
-from gradstream.coordinator.early_ends import EarlyEnds
+from gradstream.coordinator.assignment import AssignmentReplies, BatchAssignment, ShareBalance, Shares
 from gradstream.coordinator.growing_batches import GrowingBatches, VarianceTest
 from gradstream.coordinator.lead import Lead
 from gradstream.coordinator.lifecycle import Boundary, Lifecycle, LossTolerance
 from gradstream.coordinator.link_choice import ExchangeChoice, LinkChoice
+from gradstream.coordinator.lost_work import OrphanedPushes, SkippedParts, StandIns
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.own_loops import EpochParts, OwnLoops
-from gradstream.coordinator.progress import QuorumDecisions, SampleProgress
-from gradstream.coordinator.refused_gradients import RefusedGradients
+from gradstream.coordinator.progress import QuorumDecisions, RefusedGradients, SampleProgress
 from gradstream.coordinator.resharding import Resharding
-from gradstream.coordinator.shares import ShareBalance, Shares
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
-from gradstream.coordinator.stand_ins import SkippedParts, StandIns
-from gradstream.coordinator.stopping import Until
+from gradstream.coordinator.stopping import EarlyEnds, Until
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.runtime.deadlines import Deadlines

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from gradstream.coordinator.lead import SHARDS, Emit, Instruction, Lead, Lost, Notify
+from gradstream.coordinator.lost_work import OrphanedPushes
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.orphaned_pushes import OrphanedPushes
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import ConfigError
 from gradstream.runtime.deadlines import Deadlines

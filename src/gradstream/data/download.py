@@ -27,7 +27,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from gradstream.errors import DataError
-from gradstream.runtime.event_log import disk_remedy
+from gradstream.runtime.storage import disk_remedy
 
 # ---- download ----------------------------------------------------------------------------
 

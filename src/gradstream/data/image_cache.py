@@ -26,7 +26,7 @@ import numpy as np
 from gradstream.data.download import machine_lock
 from gradstream.data.sources import is_inside
 from gradstream.errors import DataError
-from gradstream.runtime.event_log import disk_remedy
+from gradstream.runtime.storage import disk_remedy
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -157,7 +157,7 @@ class Leases:
     """
 
     KEPT = ("_leased", "_again", "_refused", "_lost")
-    """See `coordinator.durable.state`."""
+    """See `coordinator.durable`."""
 
     CACHES = ("_changes",)
     """For values that others derive from its state, and derive anew after a restart."""

@@ -60,7 +60,7 @@ class Ledger:
         "num_receipts",
         "num_samples",
     )
-    """See `coordinator.durable.state`."""
+    """See `coordinator.durable`."""
 
     def __init__(
         self,

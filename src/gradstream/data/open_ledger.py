@@ -117,7 +117,7 @@ class OpenLedger:
     """The ledger sees the run as one data epoch; a loop counts its own epochs."""
 
     KEPT = ("_sequences", "_dropped", "is_ending", "_last_round", "_left", "_own_data")
-    """See `coordinator.durable.state`."""
+    """See `coordinator.durable`."""
 
     def __init__(self, num_workers: int, *, rounds: bool, first: int = 0) -> None:
         self._sequences = [LoopSequence() for _ in range(num_workers)]

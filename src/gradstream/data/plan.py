@@ -289,7 +289,7 @@ class RoundPlan(EpochPlan):
     """
 
     KEPT = ("_begins", "_edges", "_decided")
-    """See `coordinator.durable.state`: what `reassign` changes."""
+    """See `coordinator.durable`: what `reassign` changes."""
 
     def _check_measured(self) -> None:
         total = sum(self.batch_sizes)

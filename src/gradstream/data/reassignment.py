@@ -65,7 +65,7 @@ class Reassignment:
     """
 
     KEPT = ("_loops", "_lost", "_sizes", "_unclear", "_next", "_again", "_num_taken")
-    """See `coordinator.durable.state`."""
+    """See `coordinator.durable`."""
 
     def __init__(self, steps: Sequence[Receipts]) -> None:
         self._steps = steps

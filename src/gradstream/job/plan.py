@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
+from gradstream.checkpoint.folder import Policy
 from gradstream.checkpoint.manifest import JobPhase, Resume
-from gradstream.checkpoint.policy import Policy
 from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.codec.named import of_parameters

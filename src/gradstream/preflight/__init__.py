@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gradstream.job.job import Job, is_script
-from gradstream.preflight.base import CheckResult, ScriptDryRun, carry_out, estimate, samples_per_s
-from gradstream.preflight.job import JobDryRun
+from gradstream.preflight.base import CheckResult, JobDryRun, ScriptDryRun, carry_out, estimate, samples_per_s
 
 __all__ = ["CheckResult", "dry_run", "estimate", "samples_per_s"]
 

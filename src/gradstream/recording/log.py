@@ -23,7 +23,7 @@ import torch
 from gradstream.errors import DataError
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
-from gradstream.runtime.event_log import disk_remedy
+from gradstream.runtime.storage import disk_remedy
 from gradstream.untrusted import parse_json, say
 
 # ---- log ---------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradstream.report.noise_scale import noise_scale_of
-from gradstream.report.summary import begin_s
+from gradstream.report.summary import begin_s, noise_scale_of
 from gradstream.telemetry.events import EventDict
 
 MAX_POINTS = 200
@@ -60,7 +59,7 @@ def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
 
 
 def noise_scale(events: Sequence[EventDict]) -> list[Point]:
-    """The gradient noise scale after each measured round with a value; see `report.noise_scale`."""
+    """The gradient noise scale after each measured round with a value; see `report.summary`."""
     steps = sorted((event["step"], event["samples"]) for event in events if event["event"] == "step")
     ends = list(itertools.accumulate((samples for _, samples in steps), initial=0))
     return [

@@ -9,11 +9,10 @@ from importlib import resources
 from typing import Any
 
 from gradstream.report import sections
-from gradstream.report.cause import Reason
 from gradstream.report.charts import time_text, value_text
 from gradstream.report.figures import RunFigures, cost_of, figures_of
 from gradstream.report.lanes import keys, lanes_of, styles_of, timeline_html
-from gradstream.report.reason import reason_of
+from gradstream.report.reason import Reason, reason_of
 from gradstream.telemetry.events import EventDict
 from gradstream.untrusted import escaped
 

@@ -30,7 +30,7 @@ from gradstream.errors import (
 )
 from gradstream.job.code import run_kept
 from gradstream.run.result import Run, reopen
-from gradstream.runtime.event_log import disk_error, disk_remedy
+from gradstream.runtime.storage import disk_error, disk_remedy
 from gradstream.telemetry.events import EvaluatedEvent, FailedEvent, encode
 from gradstream.untrusted import escaped, say
 from gradstream.worker.evaluation import Evaluation

@@ -18,8 +18,7 @@ from gradstream.errors import GradstreamError, Interrupted
 from gradstream.report.straggler import Worth
 from gradstream.run.failures import typed_error
 from gradstream.run.node import EVENTS
-from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
-from gradstream.runtime.storage import DiskStorage
+from gradstream.runtime.storage import DISK_ERRORS, DiskStorage, EventLog, disk_error
 from gradstream.telemetry.event_lines import MAX_LINE_BYTES, EventLines
 from gradstream.telemetry.events import Event, ExitedEvent, encode
 from gradstream.untrusted import open_regular, say

@@ -36,12 +36,12 @@ from gradstream.run.reshards import ShardChanges
 from gradstream.run.restarts import Comebacks, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.deadlines import to_wait_longer
-from gradstream.runtime.event_log import disk_error
+from gradstream.runtime.storage import disk_error
 from gradstream.transport.proof import Credentials, new_secret
 from gradstream.untrusted import pass_on, say, tell
 
 if TYPE_CHECKING:
-    from gradstream.run.remote.machine_rendezvous import MachineRendezvous
+    from gradstream.run.remote.join_service import MachineRendezvous
 
 POLL_S = 0.2
 """Seconds between two reads of the events file. Messages of nodes are handled at once."""
@@ -127,7 +127,7 @@ class Launcher:
             yield
             return
         # gRPC starts threads when it is imported. By now the forkserver is a separate process.
-        from gradstream.run.remote.machine_rendezvous import MachineRendezvous
+        from gradstream.run.remote.join_service import MachineRendezvous
 
         spec = dataclasses.asdict(self._preparation.spec(()))
         with MachineRendezvous(

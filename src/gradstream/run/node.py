@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from gradstream.checkpoint.copies import CopyKeeper
-from gradstream.checkpoint.elsewhere import ElsewhereStorage
-from gradstream.checkpoint.policy import Policy
+from gradstream.checkpoint.elsewhere import CopyKeeper, ElsewhereStorage
+from gradstream.checkpoint.folder import Policy
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, RunStoppedError
 from gradstream.coordinator.client.member import BoundaryError
-from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
-from gradstream.coordinator.durable.store import STORE, StateStore
+from gradstream.coordinator.durable import STORE, TAIL_BYTES, Keeper, StateKeeper, StateStore, Unkept
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.relay import Relay, RunClock
 from gradstream.data.download import machine_lock
@@ -47,9 +45,8 @@ from gradstream.run.nodes import build_replica
 from gradstream.run.plans import RunLeader, run_plans
 from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.storage import DiskStorage
+from gradstream.runtime.storage import RETRY_S, DiskStorage, EventLog
 from gradstream.telemetry.events import FailedEvent, FinishedEvent, StartedEvent, StoppedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1

@@ -14,22 +14,21 @@ import numpy as np
 
 from gradstream._version import __version__
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
+from gradstream.checkpoint.folder import Policy
 from gradstream.checkpoint.manifest import Manifest
-from gradstream.checkpoint.policy import Policy
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Buckets, slice_of
-from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.assignment import BatchAssignment, ShareBalance
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
-from gradstream.coordinator.durable.keeper import Keeper
+from gradstream.coordinator.durable import Keeper
 from gradstream.coordinator.lifecycle import Boundary
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.registry import CoordinatorPlan
 from gradstream.coordinator.relay import RunClock
-from gradstream.coordinator.shares import ShareBalance
 from gradstream.data.base import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gradstream.checkpoint.folder import Policy, parse_every
 from gradstream.checkpoint.manifest import JobPhase, Resume
-from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.data.base import DataProgress
 from gradstream.errors import ConfigError

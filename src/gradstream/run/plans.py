@@ -18,7 +18,7 @@ from gradstream.checkpoint.manifest import STATE, Manifest, Resume
 from gradstream.coordinator.client.member import BoundaryError, RunAbortedError, RunStoppedError
 from gradstream.coordinator.client.presence import REDIAL_S
 from gradstream.coordinator.coordinator import Coordinator, RunOutcome
-from gradstream.coordinator.durable.keeper import Keeper
+from gradstream.coordinator.durable import Keeper
 from gradstream.coordinator.lifecycle import Boundary
 from gradstream.coordinator.nodes import COORDINATOR, Nodes
 from gradstream.coordinator.relay import RunClock

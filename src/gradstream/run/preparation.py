@@ -25,7 +25,7 @@ from gradstream.run.node_spec import NodeSpec
 from gradstream.run.records import write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
-from gradstream.runtime.event_log import disk_error, disk_remedy
+from gradstream.runtime.storage import disk_error, disk_remedy
 from gradstream.untrusted import say
 
 OnAddress = Callable[[Path, str, Sequence[str]], None]

@@ -25,12 +25,12 @@ from gradstream.job.job import Job, build_model
 from gradstream.job.metrics import Metric
 from gradstream.model.base import Model
 from gradstream.model.buffers import with_buffers
+from gradstream.report.lanes import trace_json
 from gradstream.report.page import PageSource, page, run_html
 from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.story import Status, status_of
 from gradstream.report.straggler import straggler_text
 from gradstream.report.summary import evaluations_of, history_of, summary_of
-from gradstream.report.timeline import trace_json
 from gradstream.run.files import HOSTS, read_config, read_record
 from gradstream.run.launcher_lock import holder_of
 from gradstream.run.launches import checked

@@ -14,8 +14,7 @@ import torch
 
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.coordinator import Coordinator, RunOutcome
-from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
-from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.durable import Keeper, StateKeeper, StateStore, Unkept
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.relay import RunClock
 from gradstream.job.plan import RunPlan
@@ -25,7 +24,7 @@ from gradstream.run.plans import RunLeader, run_plans
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork
 from gradstream.worker.node import WorkerNode
 from gradstream.worker.parts.node import PartNode
 

@@ -5,7 +5,7 @@
 A procedure never sees an element of a vector. It yields rounds of commands, gets the scalars of their dot products,
 and asks for passes over the data, each of which leaves Σ over all portions in the vectors `SUM` and `LOW`. It is pure:
 from the same state and the same replies it yields the same rounds. So every worker may run it at once, and each chunk
-carries out a round for the first worker that brings it (`server/shard/commands.py`).
+carries out a round for the first worker that brings it (`server/shard/executor.py`).
 
 Source: Dean et al. 2012 (DistBelief, section 4.2: a coordinator of L-BFGS that sends commands to the shards).
 """

@@ -19,7 +19,7 @@ from gradstream._train import host
 from gradstream.errors import PeerLostError
 from gradstream.job.job import Job
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.entrance import Entrance
+from gradstream.run.remote.join import Entrance
 from gradstream.run.remote.listening import Listening
 from gradstream.run.remote.members import name_of_rank
 from gradstream.run.remote.reach import reach

@@ -33,8 +33,7 @@ from gradstream.strategies.api import (
 )
 
 if TYPE_CHECKING:
-    from gradstream.server.aggregation import AggregationRule
-    from gradstream.server.correction import Correction
+    from gradstream.server.aggregation import AggregationRule, Correction
 
 
 # ---- base --------------------------------------------------------------------------------

@@ -35,8 +35,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import AggregationRule, EveryPush
-from gradstream.server.correction import Correction
+from gradstream.server.aggregation import AggregationRule, Correction, EveryPush
 from gradstream.strategies.base import check_not_negative
 from gradstream.strategies.together import StaleGradients
 

@@ -41,18 +41,19 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.server.client.fetch import Arrival
-from gradstream.server.client.push import Update
-from gradstream.server.robust import (
+from gradstream.server.aggregation import (
+    AggregationRule,
     CenteredClipping,
     ClippedMean,
     Krum,
     Median,
+    PushHeader,
     RobustRule,
     TrimmedMean,
     WholeRule,
 )
+from gradstream.server.client.fetch import Arrival
+from gradstream.server.client.push import Update
 from gradstream.strategies.api import Gradient, ServerWorker
 from gradstream.strategies.base import RowExchange, ServerStrategy, check_count
 
@@ -129,7 +130,7 @@ class Synchronous(ServerStrategy):
         sparse: exchange the touched rows of row-sparse tensors alone, with the same bits, for an update rule that
             leaves the other rows as they are. A gradient is then sent when all of it is computed.
         aggregate: how the contributions of a round become one: "mean", or by a rule that wrong ones cannot move far,
-            "median", "trimmed-mean", "krum", "clipped-mean" or "centered-clipping"; see `server/robust.py`.
+            "median", "trimmed-mean", "krum", "clipped-mean" or "centered-clipping"; see `server/aggregation.py`.
         faulty: f, largest number of wrong contributions in a round, for "trimmed-mean" and "krum".
         keep: m, number of contributions that "krum" takes the mean of.
         radius: τ, largest length of a contribution ("clipped-mean"), or of its distance to the update before

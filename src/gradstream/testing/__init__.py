@@ -1,6 +1,7 @@
 """The public suites that every built-in carrier and strategy passes, for your own ones too."""
 
 from gradstream.testing.pieces import ConformanceError, MakePair, Pair
+from gradstream.testing.runs import TokenAudit, Tokens, numbered
 from gradstream.testing.suites import (
     CHECKS,
     BrokenPropertiesError,
@@ -10,7 +11,6 @@ from gradstream.testing.suites import (
     check_strategy,
     run_check,
 )
-from gradstream.testing.tokens import TokenAudit, Tokens, numbered
 
 __all__ = [
     "CHECKS",

@@ -15,9 +15,9 @@ from gradstream.testing.pieces import MakePair, Pair
 from gradstream.transport.base import Endpoint, Identity, Stream
 from gradstream.transport.carriers import ShmEndpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import METHODS, Method
+from gradstream.transport.limits import METHODS, Method
 from gradstream.transport.security import Tls
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 

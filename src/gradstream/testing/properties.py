@@ -26,8 +26,7 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.run.result import Run
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, least_squares
-from gradstream.testing.tokens import token_counts
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, least_squares, token_counts
 from gradstream.testing.trials import TrialOutcome, bad_world, token_run, trial
 
 SEEDS = 6

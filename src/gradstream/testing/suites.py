@@ -8,12 +8,11 @@ from typing import Any
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.job.registry import find_strategy
 from gradstream.strategies.base import Strategy
-from gradstream.testing.ending_checks import CHECKS as ENDING_CHECKS
-from gradstream.testing.flow_checks import CHECKS as FLOW_CHECKS
 from gradstream.testing.pieces import CHECKS as MEMORY_CHECKS
 from gradstream.testing.pieces import LIMIT_S, Check, ConformanceError, MakePair
 from gradstream.testing.properties import PROPERTIES, BrokenPropertyError, Property
 from gradstream.testing.refusal_checks import CHECKS as REFUSAL_CHECKS
+from gradstream.testing.stream_checks import ENDING_CHECKS, FLOW_CHECKS
 
 # ---- carriers ----------------------------------------------------------------------------
 # Conformance of a carrier: the promises of `transport.base`, as checks that every endpoint must pass.
@@ -22,7 +21,7 @@ from gradstream.testing.refusal_checks import CHECKS as REFUSAL_CHECKS
 # `check_endpoint` runs all of `CHECKS`; a test suite may run them one by one::
 #
 #     async def test_order():
-#         await run_check(flow_checks.order, make_pair)
+#         await run_check(stream_checks.order, make_pair)
 #
 # A check raises `ConformanceError` where the carrier breaks a promise. Unexpected exceptions of an endpoint pass
 # through. Each check takes bounded time: for a carrier that loses a frame, it fails by deadline.

@@ -28,8 +28,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
-from gradstream.testing.runs import NUM_SAMPLES, QUICK
-from gradstream.testing.tokens import Tokens, numbered
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, Tokens, numbered
 
 LIMIT_S = 200.0
 

@@ -26,7 +26,7 @@ from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Priority, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.methods import COORDINATOR, LIMITS
+from gradstream.transport.limits import COORDINATOR, LIMITS
 from gradstream.transport.offers import host_and_port
 from gradstream.wire import v1
 

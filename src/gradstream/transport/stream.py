@@ -43,7 +43,7 @@ from gradstream.transport.base import (
     SendHandle,
     refused_by,
 )
-from gradstream.transport.receive_queue import Intake, ReceiveQueue, costs_credit
+from gradstream.transport.limits import Intake, ReceiveQueue, costs_credit
 from gradstream.transport.shm.channel import Channel
 from gradstream.transport.shm.leases import ReferenceLostError
 from gradstream.wire import v1

@@ -13,7 +13,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
 from gradstream.model.buffers import Buffers, with_buffers
 from gradstream.runtime.base import Runtime, Work
-from gradstream.runtime.event_log import disk_error
+from gradstream.runtime.storage import disk_error
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import DiskEvent, EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager

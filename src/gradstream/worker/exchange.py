@@ -13,7 +13,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.telemetry.events import Event, TransferEvent
-from gradstream.telemetry.wait_attribution import Transfer
+from gradstream.telemetry.meters import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.replica import Replica

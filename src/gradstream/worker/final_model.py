@@ -18,7 +18,7 @@ from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import extra_of
 from gradstream.runtime.base import Runtime, Storage, Work
-from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error, disk_remedy
+from gradstream.runtime.storage import DISK_ERRORS, RETRY_S, disk_error, disk_remedy
 from gradstream.telemetry.events import DiskEvent, Event
 from gradstream.worker.replica import Replica
 

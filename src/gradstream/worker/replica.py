@@ -26,7 +26,7 @@ from gradstream.model.base import Batch, Layout, Model
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.strategies import api
 from gradstream.telemetry.events import ConvergedEvent, StepEvent
-from gradstream.telemetry.wait_attribution import Stopwatch, WaitAttribution
+from gradstream.telemetry.meters import Stopwatch, WaitAttribution
 from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.computed import ComputedGradient, Observer, Refusals, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource, differentiate

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradstream.cli.machines import LISTEN, listen_options, listening_of, together_of
 from gradstream.cli.options import (
+    LISTEN,
     JobCommand,
     arguments_of_job,
     detach_option,
     job_options,
     json_option,
+    listen_options,
+    listening_of,
     load_job_with,
     run_argument,
+    together_of,
     words_beside,
     words_given,
 )

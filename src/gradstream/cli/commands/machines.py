@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gradstream.cli.launch_files import ENGINES, NAME, LaunchFile
-from gradstream.cli.machines import token_of, token_options
-from gradstream.cli.options import JobCommand, arguments_of_job, run_argument
+from gradstream.cli.options import JobCommand, arguments_of_job, run_argument, token_of, token_options
 from gradstream.errors import ConfigError
 from gradstream.run.place import DEFAULT_PORT
 
@@ -288,7 +287,7 @@ def doctor(
     findings: Iterable[DoctorResult] = look_here(folder.resolve())
     if address is not None:
         from gradstream.run.remote.address import Address
-        from gradstream.run.remote.doctor import look_there
+        from gradstream.run.remote.reach import look_there
 
         where = Address.parse(address, "ADDR:PORT")
         if not where.port:

@@ -34,7 +34,7 @@ from gradstream.errors import (
 )
 from gradstream.ext.ray.actor import OWN_FOLDER, NodeView
 from gradstream.ext.ray.cluster import RayCluster, RunFiles, folder_of, job_files
-from gradstream.job.settings.sources import OTHER_VARIABLES, PREFIX
+from gradstream.job.settings.layers import OTHER_VARIABLES, PREFIX
 from gradstream.run.followed_events import Ending, OnEvent
 from gradstream.run.local.environment import StopSignals
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT

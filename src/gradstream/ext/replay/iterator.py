@@ -33,7 +33,7 @@ from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.server.shard.node import ShardNode
-from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated import MemoryEndpoint, MemoryNetwork
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.node import WorkerNode
 

@@ -7,8 +7,7 @@ puts them into the job; `run.records` shows the result. No list of fields is kep
 field of `Job`, of a strategy or of an optimizer is a key at once.
 """
 
-from gradstream.job.settings.layers import apply
-from gradstream.job.settings.sources import Setting, from_environment, from_texts, from_toml
+from gradstream.job.settings.layers import Setting, apply, from_environment, from_texts, from_toml
 from gradstream.job.settings.values import Word
 
 __all__ = [

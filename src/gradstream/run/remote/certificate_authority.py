@@ -118,6 +118,9 @@ def certificate_builder(
 LAUNCHER = "launcher"
 """The name in the authority's own certificate."""
 
+JOB = "enrolment"
+"""The job id under which machines call this service: they do not know the run's yet."""
+
 
 def fingerprint_of(certificate: bytes) -> str:
     """SHA-256 of a certificate in PEM, as "sha256:…" in hexadecimal."""

@@ -17,7 +17,7 @@ from gradstream.memory import Vector
 from gradstream.runtime.base import ComputeProgress
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.rows import RowMap, RowPart, unpack
-from gradstream.telemetry.wait_attribution import LinkTraffic
+from gradstream.telemetry.meters import LinkTraffic
 from gradstream.transport.base import Received
 from gradstream.wire import v1
 from gradstream.wire.frames import CODED

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.telemetry.wait_attribution import Kind, LinkTraffic, Traffic, Transfer, WaitAttribution
+from gradstream.telemetry.meters import Kind, LinkTraffic, Traffic, Transfer, WaitAttribution
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, Placement

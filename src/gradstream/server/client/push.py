@@ -16,7 +16,7 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import ComputeProgress, Runtime, Work
 from gradstream.server.client.fetch import Arrival
 from gradstream.server.client.links import ShardLinks
-from gradstream.telemetry.wait_attribution import LinkTraffic
+from gradstream.telemetry.meters import LinkTraffic
 from gradstream.transport.base import Lent, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap

@@ -9,8 +9,7 @@ from typing import Literal
 from gradstream.codec.base import Codec
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
-from gradstream.server.aggregation import AggregationRule
-from gradstream.server.correction import Correction
+from gradstream.server.aggregation import AggregationRule, Correction
 from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
 from gradstream.wire.chunks import Placement
 
@@ -50,7 +49,7 @@ class ShardConfig:
         codec: decodes chunks that workers have encoded; None if they send none.
         fetch_codec: encodes parameters that workers fetch for gradients; None sends them as they are.
         in_passes: whether workers carry out a procedure, and push portions of passes; see `Strategy.in_passes`.
-        noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.noise_meter`.
+        noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.meters`.
     """
 
     rank: int

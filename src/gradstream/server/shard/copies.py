@@ -44,11 +44,10 @@ from gradstream.memory import Span
 from gradstream.runtime.base import Runtime, Storage
 from gradstream.server.aggregation import rank_of
 from gradstream.server.procedure import swap_accepted
-from gradstream.server.shard.commands import Commands
 from gradstream.server.shard.config import ShardConfig
-from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.kept_pushes import KeptPushes
+from gradstream.server.shard.executor import Commands, ShardExecutor
 from gradstream.server.shard.passes import ChunkProcedure
+from gradstream.server.shard.pushes import KeptPushes
 from gradstream.server.shard.state import ChunkState
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1

@@ -18,7 +18,7 @@ import torch
 from gradstream.recording import Changed, Closed, Decided, FetchAsked, Log, Pushed, Read, Summed
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.rows import Part
-from gradstream.server.shard.pending_push import PendingFetch
+from gradstream.server.shard.pushes import PendingFetch
 from gradstream.server.shard.state import Apply, Parked, QuorumDecision, ShardState
 from gradstream.wire.frames import SequenceWindow
 

@@ -18,26 +18,21 @@ from gradstream.errors import ConfigError, GradstreamError
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import GroupedRule, without_l2
 from gradstream.runtime.base import Runtime
-from gradstream.server.correction import SenderStates
-from gradstream.server.robust import WholeRule
+from gradstream.server.aggregation import SenderStates, WholeRule
 from gradstream.server.rows import RowMap
 from gradstream.server.shard.agreement import Quorum, TensorSums
-from gradstream.server.shard.backup import BackupHolder, BackupOnPeer
-from gradstream.server.shard.backup_log import BackupLog
-from gradstream.server.shard.commands import Commands
+from gradstream.server.shard.backup import BackupHolder, BackupLog, BackupOnPeer
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.copies import BackupPlace, ChunkCopies, OtherShard
-from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.fetch_handler import FetchHandler
+from gradstream.server.shard.executor import Commands, ShardExecutor
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.kept_pushes import KeptPushes
-from gradstream.server.shard.pending_push import WaitNotifier
-from gradstream.server.shard.push_handler import PushHandler, PushPacer
+from gradstream.server.shard.pushes import KeptPushes, WaitNotifier
+from gradstream.server.shard.requests import FetchHandler, PushHandler, PushPacer
 from gradstream.server.shard.state import QuorumDecision, Sender, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates
 from gradstream.telemetry.events import Event
-from gradstream.telemetry.noise_meter import NoiseMeter
+from gradstream.telemetry.meters import NoiseMeter
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, Placement, shards_of

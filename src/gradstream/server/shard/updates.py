@@ -19,14 +19,21 @@ from gradstream.memory import Span
 from gradstream.model.base import length
 from gradstream.optim.groups import Piece
 from gradstream.runtime.base import Runtime, Work
-from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.server.correction import SenderStates
-from gradstream.server.robust import CoordinateRule, RobustRule, WholeRule, add_distances, weights_of
+from gradstream.server.aggregation import (
+    AggregationRule,
+    CoordinateRule,
+    PushHeader,
+    RobustRule,
+    SenderStates,
+    WholeRule,
+    add_distances,
+    weights_of,
+)
 from gradstream.server.rows import Part, RowPart, row_sum
 from gradstream.server.shard.agreement import TensorSums
 from gradstream.server.shard.state import Apply
 from gradstream.server.shard.store import ShardStore
-from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
+from gradstream.telemetry.meters import Contribution, NoiseMeter
 
 SecondPass = Callable[[], torch.Tensor | None]
 

@@ -23,7 +23,7 @@ from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport import proof
 from gradstream.transport.base import Identity, refused_by
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import explain, is_refused
 from gradstream.wire import v1
 from gradstream.wire.frames import (

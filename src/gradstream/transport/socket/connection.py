@@ -15,7 +15,7 @@ from typing import Protocol
 from gradstream.runtime.tasks import Broadcast
 from gradstream.transport import proof
 from gradstream.transport.base import Identity, refused_by
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.socket import framing
 from gradstream.transport.socket.framing import GREETING, PREFIX, FrameReader, OutgoingFrame, Receiver
 from gradstream.wire import v1

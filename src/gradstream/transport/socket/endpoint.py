@@ -20,7 +20,7 @@ from gradstream.errors import ConfigError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Caller, Identity, PeerSocket, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
-from gradstream.transport.methods import LIMITS
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.proof import check_secret
 from gradstream.transport.socket.connection import answer, greet
 from gradstream.transport.socket.multiplexer import MultiplexedCarrier, Multiplexer

@@ -23,7 +23,7 @@ from gradstream.optim.base import Sums
 from gradstream.optim.groups import Piece, add_up
 from gradstream.runtime.base import Work
 from gradstream.strategies import api
-from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
+from gradstream.telemetry.meters import Contribution, NoiseMeter
 from gradstream.wire import v1
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
 from gradstream.worker.group.setup import GroupMeter, GroupSetup

@@ -14,7 +14,7 @@ from gradstream.memory import Vector
 from gradstream.model.buffers import buffers_of, load_buffers
 from gradstream.runtime.base import Work, awaited_later
 from gradstream.strategies import api
-from gradstream.telemetry.wait_attribution import Transfer, WaitAttribution
+from gradstream.telemetry.meters import Transfer, WaitAttribution
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.group.peers import GroupPeers
 from gradstream.worker.group.setup import GroupMeter, GroupSetup

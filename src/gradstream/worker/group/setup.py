@@ -15,8 +15,7 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import GROUP, Event
-from gradstream.telemetry.noise_meter import NoiseMeter
-from gradstream.telemetry.wait_attribution import Kind, Transfer, WaitAttribution
+from gradstream.telemetry.meters import Kind, NoiseMeter, Transfer, WaitAttribution
 from gradstream.wire import v1
 from gradstream.wire.chunks import member_name
 from gradstream.worker.assembly import Assembly

@@ -19,7 +19,7 @@ from gradstream.runtime.tasks import Broadcast
 from gradstream.strategies import api
 from gradstream.strategies.base import PeerStrategy
 from gradstream.telemetry.events import AloneEvent
-from gradstream.telemetry.wait_attribution import Kind, Transfer, WaitAttribution
+from gradstream.telemetry.meters import Kind, Transfer, WaitAttribution
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.local_steps import LocalParameters
 from gradstream.worker.loop import LoopSource

@@ -1,4 +1,4 @@
-"""`StandIn`: computes the parts of lost workers in each round besides the worker's own (`coordinator.stand_ins`)."""
+"""`StandIn`: computes the parts of lost workers in each round besides the worker's own (`coordinator.lost_work`)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from gradstream.sparse.data import SparseRows
 from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import LOOKS, num_locks
 from gradstream.strategies import api
-from gradstream.telemetry.wait_attribution import WaitAttribution
+from gradstream.telemetry.meters import WaitAttribution
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.replica import Replica, ReplicaContext
 

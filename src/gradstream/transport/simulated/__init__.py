@@ -1,3 +1,0 @@
-"""The virtual network of a simulation, and its endpoints."""
-
-__all__ = ()
