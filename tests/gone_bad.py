@@ -29,7 +29,7 @@ REQUESTS: Mapping[str, type[Message]] = {
     "resume": v1.Resume,
     "assign": v1.Ask,
     "ending": v1.Ending,
-    "take_over": v1.TakeOver,
+    "draw": v1.Draw,
     "epoch_part": v1.EpochPart,
     "shares": v1.Took,
     "keep": v1.Keep,

@@ -125,18 +125,21 @@ def resume(
     with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):
         time_s = _mend_events(path / "events.jsonl")
         newest = to_resume(DiskStorage(path), _refused, from_start=from_start)
-    if newest is not None and is_script(job) and job.workers != newest[1].workers:
-        folder, manifest = newest
-        if not is_for_any_size(read_loop(DiskStorage(path), folder, "", manifest.steps)):
-            raise ConfigError(
-                f"workers={job.workers}, but the run in {path} had {manifest.workers} workers, and its script has a "
-                "training loop of its own, whose workers continue in their own parts of the data: resume it with "
-                f"workers={manifest.workers}. Scripts that take all minibatches from DataLoaders of session.shard and "
-                "do not call session.skip may have another number"
-            )
+    any_size = (
+        newest is not None
+        and is_script(job)
+        and is_for_any_size(read_loop(DiskStorage(path), newest[0], "", newest[1].steps))
+    )
+    if newest is not None and is_script(job) and job.workers != newest[1].workers and not any_size:
+        raise ConfigError(
+            f"workers={job.workers}, but the run in {path} had {newest[1].workers} workers, and its script has a "
+            "training loop of its own, whose workers continue in their own parts of the data: resume it with "
+            f"workers={newest[1].workers}. Scripts that take all minibatches from DataLoaders of session.shard and "
+            "do not call session.skip may have another number"
+        )
     before = job.workers if newest is None else newest[1].workers
     num_lost = before - len(newest[1].steps) if newest is not None and is_script(job) else 0
-    if num_lost and not job.allow_lost:
+    if num_lost and not (any_size or job.allow_lost):
         raise ConfigError(
             f"{path} goes on from a checkpoint that was made when {num_lost} of {before} workers were "
             "lost: it does not say where their scripts have to go on, nor which data the others had taken over, "

@@ -142,7 +142,7 @@ def test_a_reporter_keeps_the_newest_of_such_a_kind() -> None:
     reporter = Reporter("worker-0", RunClock(runtime, 0.0))
     for number in (1, 2):
         reporter.report(v1.BeatReport(broken=number), soon=False)
-        reporter.report(v1.BeatReport(begun=v1.Begun(step=number)), soon=False)
+        reporter.report(v1.BeatReport(handed=v1.HandOver(rank=number)), soon=False)
     kinds = [report.WhichOneof("of") for report in reporter.beat.reports]
-    assert kinds == ["begun", "broken", "begun"]
+    assert kinds == ["handed", "broken", "handed"]
     assert reporter.beat.reports[1].broken == 2

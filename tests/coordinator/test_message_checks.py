@@ -83,8 +83,6 @@ BEATS = {
     "new chunks of a worker": ("worker-0", says(resharded=v1.Resharded(first=1))),
     "a push that a shard redoes": ("shard-0", says(redone=v1.Redone(sender="worker-1"))),
     "a refused gradient of a shard": ("shard-0", says(refused=v1.Refused(batch=GOOD, in_a_row=1))),
-    "an epoch that a shard begins": ("shard-0", says(begun=v1.Begun(step=0))),
-    "an epoch from an impossible step": ("worker-0", says(begun=v1.Begun(step=1 << 60))),
     "a sound gradient of a shard": ("shard-0", says(sound=True)),
     "a refused gradient of no batch": (
         "worker-0",

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradstream.session.deals import Dealt, LoaderDeals
-from gradstream.session.loaders_part import Takeover
+from gradstream.session.deals import LoaderDeals
+from gradstream.session.loaders_part import Dealt, Takeover
 from gradstream.session.roster import Roster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -353,8 +353,8 @@ def test_a_loop_goes_on_without_a_killed_worker_and_each_sample_counts_once_an_e
 def test_the_others_take_over_where_servers_merge_what_workers_have_trained(tmp_path: Path) -> None:
     done, left = train(tmp_path, "diloco", at=5, where="step")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(left) == 2
-    assert set(left[0]["used"]) == set(left[1]["used"]) == {2}
+    assert len(left) >= 2  # a process in the place of the lost one may have come in time
+    assert all(set(one["used"]) == {2} for one in left)
     assert "the others have taken over all that it had left" in done.stderr
 
 

@@ -326,7 +326,6 @@ DECODERS = (
         v1.Beat(receipts=_RECEIPTS, reports=[v1.BeatReport(snapshot=v1.SnapshotReport(number=1, count=2))]),
         v1.Beat(
             reports=[
-                v1.BeatReport(begun=v1.Begun(loader=1, epoch=2, step=3)),
                 v1.BeatReport(refused=v1.Refused(batch=_RECEIPTS[0], samples=4, what="a NaN", in_a_row=1)),
                 v1.BeatReport(sound=True),
                 v1.BeatReport(redone=v1.Redone(sender="worker-1", sequence=2)),

@@ -120,6 +120,7 @@ class RunPosition:
         remainders: names the unsent state of each worker, as `RunPlan.remainders` does; "" for none.
         replicas: names strategy and rule of workers that have their own parameters, as `RunPlan.replicas` does; ""
             for none. The model of the checkpoint is their mean.
+        dealt: what of their data users' own loops have left, as JSON: see `Dealing.saved`; "" where they know it.
     """
 
     step: int
@@ -138,6 +139,7 @@ class RunPosition:
     predictors: str = ""
     remainders: str = ""
     replicas: str = ""
+    dealt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

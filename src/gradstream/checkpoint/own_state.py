@@ -52,6 +52,9 @@ STATES = EXTRA + "registered"
 PLACES = "place in the data"
 """Name of the loop's own place among these objects; no name that a script could give."""
 
+SESSION = EXTRA + "session"
+"""Name of the array with a session's own state for a newcomer, as JSON."""
+
 CHECK = EXTRA + "check"
 """Name of the numbers that an exchanged vector has behind the gradients of a loop. They are not parameters."""
 

@@ -7,6 +7,7 @@ event loop, so the coordinator still hears its members.
 from __future__ import annotations
 
 import asyncio
+import json
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from gradstream.coordinator.assignment import Shares
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.lead import Emit, Instruction
 from gradstream.coordinator.snapshot_rounds import Commit, Discard, Prepare, Snapshot, SnapshotRounds
+from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import DataError, GradstreamError, RefusedError
 from gradstream.model.buffers import Buffers
@@ -79,6 +81,7 @@ class _Open:
     others: Buffers  # averaged buffers, and frozen parameters
     beside: Mapping[str, bytes]  # predictors, remainders and replicas, by name of their file
     rounds: int  # minibatches of each worker
+    dealt: str  # see `RunPosition`
 
 
 class CheckpointWriter:
@@ -220,7 +223,9 @@ class CheckpointWriter:
         before = self._resume.rounds if self._resume else 0
         rounds = before + ledger.num_rounds
         others = {**averages, **frozen}
-        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, others, beside, rounds)
+        self._open[snapshot.number] = _Open(
+            draft, snapshot.holders, own, others, beside, rounds, _dealt_by(ledger)
+        )
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
@@ -262,6 +267,7 @@ class CheckpointWriter:
             options.template,
             step=snapshot.step,
             rounds=opened.rounds,
+            dealt=opened.dealt,
             steps=steps,
             samples=samples,
             done=snapshot.progress,
@@ -333,6 +339,12 @@ def _num_chunks(spec: v1.ModelSpec, holders: int) -> list[int]:
     each = holders // parts
     numbers = [-(-part_map_of(spec, part).elems // spec.chunk_elems) for part in range(parts)]
     return [len(range(rank, number, each)) for number in numbers for rank in range(each)]
+
+
+def _dealt_by(ledger: Ledger | OpenLedger) -> str:
+    """What users' own loops have left of their data, as JSON; "" if nothing was dealt out."""
+    saved = ledger.dealing.saved() if isinstance(ledger, OpenLedger) else []
+    return json.dumps(saved, separators=(",", ":")) if saved else ""
 
 
 def _check_reports(snapshot: Snapshot, num_chunks: Sequence[int], num_pieces: Sequence[int]) -> None:

@@ -33,10 +33,10 @@ from gradstream.checkpoint.manifest import Evaluated, JobPhase
 from gradstream.coordinator.lost_work import LostPush, Orphans, Redo
 from gradstream.coordinator.snapshot_rounds import Snapshot
 from gradstream.data.base import BatchRef, DataProgress
+from gradstream.data.dealing import Epoch, Lease, Place, Pool
 from gradstream.data.leases import AssignableBatches
 from gradstream.data.ledger import EpochCounts
 from gradstream.data.open_ledger import LoopSequence
-from gradstream.data.reassignment import Block, Epoch, LoopEpochs
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import GradstreamError
 from gradstream.runtime.base import Runtime, Work
@@ -304,17 +304,18 @@ _RECORDS: Mapping[str, type] = {
     for cls in (
         AssignableBatches,
         BatchRef,
-        Block,
         DataProgress,
         Epoch,
         EpochCounts,
         Evaluated,
         JobPhase,
-        LoopEpochs,
+        Lease,
         LoopSequence,
         LostPush,
         Orphans,
+        Place,
         Placement,
+        Pool,
         Redo,
         Snapshot,
         VectorPlace,

@@ -95,7 +95,7 @@ class Membership:
     def parts(self) -> dict[str, object]:
         """The state machines whose state a new process of the coordinator takes over: see `durable.state`."""
         ledger = self.progress.ledger
-        plan = unjoined(ledger.plan) if isinstance(ledger, Ledger) else ledger.reassignment
+        plan = unjoined(ledger.plan) if isinstance(ledger, Ledger) else ledger.dealing
         kept = {name: part for lead in self.leads for name, part in lead.durable().items()}
         return {**kept, "ledger": ledger, "plan": plan}
 

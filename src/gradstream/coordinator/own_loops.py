@@ -1,7 +1,6 @@
-"""`OwnLoops`, `EpochParts`: reports and requests of workers that run the user's own training loop. Pure.
+"""`OwnLoops`, `EpochParts`: requests of workers that run the user's own training loop. Pure.
 
-Their minibatches are not planned: a worker reports which epochs its loaders begin, asks for minibatches that lost
-workers have left, and reports when it has none left.
+Their minibatches are not planned: a worker asks for those that its loop takes, and reports when it has none left.
 """
 
 from __future__ import annotations
@@ -10,68 +9,51 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from gradstream.coordinator.lead import WORKERS, Instruction, Lead, Refuse, impossible
+from gradstream.coordinator.lead import Instruction, Lead, Lost, Refuse, impossible
 from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.progress import MAX_COUNT
+from gradstream.data.dealing import MOST_IN_HAND, Epoch, Place
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import Left, OpenLedger
-from gradstream.data.reassignment import Epoch
 from gradstream.wire import v1
-
-MOST_EPOCHS_BACK = 1 << 10
-"""Number of past epochs of which a worker still knows all minibatches."""
 
 
 class OwnLoops(Lead):
-    """Handles reports and requests of workers with the user's own loops.
+    """Handles requests of workers with the user's own loops.
 
     Args:
         ledger: the minibatches of the run.
         life: no answer waits in a run that is over.
     """
 
-    REPORTS: ClassVar = {"begun": WORKERS}
-
     OTHERS_WAIT = True
 
-    REQUESTS: ClassVar = {"ending": v1.Ending, "take_over": v1.TakeOver}
+    REQUESTS: ClassVar = {"ending": v1.Ending, "draw": v1.Draw}
 
     def __init__(self, ledger: Ledger | OpenLedger, life: Lifecycle) -> None:
         self._ledger = ledger
         self._life = life
 
-    @property
-    def _num_workers(self) -> int:
-        ledger = self._ledger
-        return ledger.num_workers if isinstance(ledger, OpenLedger) else ledger.plan.num_workers
-
     @override
-    def check(self, node: v1.Node, kind: str, report: v1.Begun) -> None:
-        if abs(report.step) > MAX_COUNT:
-            raise impossible(node.name, f"an epoch from step {report.step}; expected at most 2^53")
-
-    def on_report(self, node: v1.Node, kind: str, report: v1.Begun, at_s: float) -> list[Instruction]:
-        """Records an epoch that the loop of a worker begins."""
-        if isinstance(self._ledger, OpenLedger):
-            epoch = Epoch(report.loader, report.epoch)
-            self._ledger.reassignment.begun(node.rank, epoch, report.step, unclear=report.unclear)
+    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
+        """A lost shard reports nothing about workers any more."""
+        if lost.node.role == "shard" and isinstance(self._ledger, OpenLedger):
+            self._ledger.dealing.resolve_all()
         return []
 
-    def on_request(self, node: v1.Node, request: v1.Ending | v1.TakeOver, at_s: float) -> list[Instruction]:
-        """Checks a request."""
-        if isinstance(request, v1.TakeOver):
-            self.check(node, "begun", request.epoch)
-            self._check_take_over(node.name, request)
-        elif any(rank >= self._num_workers for rank in (*request.left, *request.contributed)):
+    def on_request(self, node: v1.Node, request: v1.Ending | v1.Draw, at_s: float) -> list[Instruction]:
+        """Checks a request, and notes what a worker does with the minibatches that it has."""
+        if isinstance(request, v1.Draw):
+            self._check_draw(node.name, request)
+            self._take(node.rank, request)
+            return []
+        ledger = self._ledger
+        workers = ledger.num_workers if isinstance(ledger, OpenLedger) else ledger.plan.num_workers
+        if any(rank >= workers for rank in (*request.left, *request.contributed)):
             ranks = sorted({*request.left, *request.contributed})[-8:]
-            raise impossible(node.name, f"data of workers {ranks}; expected ranks below {self._num_workers}")
-        elif (
-            max(
-                *(request.batches, request.samples, request.round),
-                *(*request.left.values(), *request.contributed.values()),
-            )
-            > MAX_COUNT
-        ):
+            raise impossible(node.name, f"data of workers {ranks}; expected ranks below {workers}")
+        numbers = request.batches, request.samples, request.round
+        if max(*numbers, *request.left.values(), *request.contributed.values()) > MAX_COUNT:
             raise impossible(
                 node.name,
                 f"an end in round {request.round}, after {request.batches} minibatches of {request.samples} samples; "
@@ -79,50 +61,51 @@ class OwnLoops(Lead):
             )
         return []
 
-    def _check_take_over(self, who: str, request: v1.TakeOver) -> None:
-        """Checks how an epoch is divided among the workers, and how far this worker has come."""
-        parts = list(request.parts)
-        if (parts or request.per_step) and (len(parts) != self._num_workers or max(parts) > MAX_COUNT):
-            raise impossible(
-                who, f"parts of {parts[:8]} minibatches; expected {self._num_workers}, one a worker"
-            )
-        if not request.epoch.step <= request.step <= MAX_COUNT:
+    def _check_draw(self, who: str, request: v1.Draw) -> None:
+        numbers = (request.total, *(abs(use.step) + use.samples + use.place for use in request.uses))
+        if max(numbers) > MAX_COUNT or request.wanted > MOST_IN_HAND or request.oldest > request.epoch:
             raise impossible(
                 who,
-                f"an epoch from step {request.epoch.step} to {request.step}; expected an end from there on, up to 2^53",
-            )
-        if request.oldest > request.epoch.epoch or request.epoch.epoch - request.oldest > MOST_EPOCHS_BACK:
-            raise impossible(
-                who,
-                f"knowledge of epochs {request.oldest} to {request.epoch.epoch}; expected at most "
-                f"{MOST_EPOCHS_BACK} epochs back",
+                f"{request.wanted} minibatches of an epoch of {request.total}, of epochs {request.oldest} to "
+                f"{request.epoch}; expected at most {MOST_IN_HAND} at once, and numbers up to 2^53",
             )
 
-    def answer(
-        self, node: v1.Node, request: v1.Ending | v1.TakeOver, at_s: float
-    ) -> v1.Ended | v1.TakenOver | Refuse | None:
-        """Tells a worker without minibatches whether the run is over for it, or gives it some of lost workers."""
+    def _take(self, rank: int, request: v1.Draw) -> None:
         if not isinstance(self._ledger, OpenLedger):
-            what = "has run out of data" if isinstance(request, v1.Ending) else "takes minibatches over"
+            return
+        dealing = self._ledger.dealing
+        if request.unclear:
+            dealing.is_unclear(rank)
+        for use in request.uses:
+            place = Place(Epoch(request.loader, use.epoch), use.place)
+            if use.HasField("step"):
+                dealing.use(rank, place, use.step, use.samples)
+            else:
+                dealing.drop(rank, place)
+        if request.ended:
+            dealing.end_epoch(Epoch(request.loader, request.epoch), request.total)
+
+    def answer(
+        self, node: v1.Node, request: v1.Ending | v1.Draw, at_s: float
+    ) -> v1.Ended | v1.Drawn | Refuse | None:
+        """Tells a worker without minibatches whether the run is over for it, or gives it some."""
+        ledger = self._ledger
+        if not isinstance(ledger, OpenLedger):
+            what = "has run out of data" if isinstance(request, v1.Ending) else "asks which ones to take"
             return Refuse(v1.BAD_REQUEST, f"{node.name} {what} in a run whose minibatches are planned")
         if isinstance(request, v1.Ending):
             left = None
             if request.HasField("own_data"):
                 left = Left(request.left, request.own_data, request.contributed)
-            over = self._ledger.ended(node.rank, request.batches, request.samples, request.round, left)
+            over = ledger.ended(node.rank, request.batches, request.samples, request.round, left)
             return None if over is None and not self._life.over else v1.Ended(over=bool(over))
-        block = self._ledger.reassignment.take(
-            node.rank,
-            Epoch(request.epoch.loader, request.epoch.epoch),
-            request.epoch.step,
-            request.step,
-            request.parts,
-            request.per_step,
-            request.oldest,
-        )
-        if block is None:
-            return v1.TakenOver()
-        return v1.TakenOver(epoch=block.epoch.number, rank=block.rank, first=block.first, count=block.size)
+        epoch = Epoch(request.loader, request.epoch)
+        asked = request.number, request.wanted
+        places = ledger.dealing.deal(node.rank, asked, epoch, request.total, request.oldest)
+        waits = request.last and not places and ledger.dealing.waits(node.rank, epoch, request.oldest)
+        if waits and not self._life.over:
+            return None
+        return v1.Drawn(places=[v1.Use(epoch=one.epoch.number, place=one.number) for one in places])
 
 
 class EpochParts(Lead):

@@ -268,16 +268,12 @@ def _loss(loss: LostSamples) -> LeftOverEvent:
     elif loss.missing is None:
         text = (
             f"{lost}, and what it had left is not in the model. The others can take it over where session.shard has "
-            "made the DataLoader, of a data set that is read by number, and all go through each epoch to its end, "
-            "with the same number of minibatches behind each step"
+            "made the DataLoader, of a data set that is read by number, and a loop uses each minibatch before it takes "
+            "the next one"
         )
     else:
         left = f"{loss.missing:,} minibatch{'es' * (loss.missing > 1)} of its part"
-        text = (
-            f"{lost}. Not in the model: {left}; the others were through with theirs, or had gone on too far"
-        )
-    if loss.twice:
-        text += f". {loss.twice:,} minibatch{'es' * (loss.twice > 1)} of it may count twice: others had taken them over"
+        text = f"{lost}. Not in the model: {left}, which nobody has taken over before all loops ended"
     return LeftOverEvent(who=who, steps=loss.steps, missing=loss.missing, message=text)
 
 

@@ -1,7 +1,7 @@
 """The ledger of an open-ended run, in which the number of minibatches is unknown.
 
-Each worker reads its own data until it has no more, and then reports how much it was. If it is known which minibatches
-a lost worker had left (see `Reassignment`), others take them over; otherwise the run continues without them.
+Each worker reads its own data until it has no more, and then reports how much it was. Where minibatches are dealt out
+(see `Dealing`), others take over what a lost worker had left; otherwise the run continues without it.
 
 In rounds, all workers must stop before the same round, although they run out of data at different times, and a worker
 that takes part in a round cannot stop before its end. So a worker without data asks before each further round, in which
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradstream.data.base import BatchRef, DataProgress
+from gradstream.data.dealing import Dealing
 from gradstream.data.leases import Receipts
-from gradstream.data.reassignment import Reassignment
 from gradstream.errors import InternalError
 
 BRIEF = 0.75
@@ -35,8 +35,11 @@ class LoopSequence(Receipts):
     samples: int = 0
     lost: bool = False
     returned: bool = False  # a new process has taken its place
-    enters: bool = False  # and has no receipt yet
+    enters: bool = False  # a new process has come, and has no receipt yet
+    begins_late: bool = False  # in rounds: its first receipt has the number of the others' present round
     missed: int = 0  # rounds in which the worker took no part
+    earlier: int = 0  # receipts of earlier processes of the worker, which have numbered their own steps
+    earlier_samples: int = 0
 
     @property
     def is_through(self) -> bool:
@@ -46,18 +49,19 @@ class LoopSequence(Receipts):
     @property
     def num_steps(self) -> int:
         """Number of minibatches with a receipt."""
-        return self.count - self.missed
+        return self.earlier + self.count - self.missed
 
     def come(self) -> None:
-        """Notes that a process of the worker begins with a later round."""
+        """Notes that a new process of the worker begins with a later round."""
         self.returned |= self.lost
-        self.lost, self.enters, self.total = False, True, None
+        self.lost, self.enters, self.begins_late, self.total = False, True, True, None
 
     def add(self, k: int) -> bool:
         """See `Receipts`."""
-        if self.enters and k >= self.low:
-            self.enters, self.missed = False, self.missed + k - self.count
+        if self.begins_late and k >= self.low:
+            self.begins_late, self.missed = False, self.missed + k - self.count
             self.low, self.ahead = k, set()
+        self.enters &= self.begins_late
         return Receipts.add(self, k)
 
     @property
@@ -88,14 +92,12 @@ class LostSamples:
         rank: rank of the worker.
         steps: number of its steps in the model.
         missing: number of minibatches of its part that are not in the model; None if unknown.
-        twice: number of its minibatches that others had taken over although they were in the model.
         is_exact: all of these steps have receipts. In rounds the last ones may have none.
     """
 
     rank: int
     steps: int
     missing: int | None
-    twice: int = 0
     is_exact: bool = True
 
 
@@ -105,12 +107,14 @@ class OpenLedger:
     Args:
         num_workers: number of workers that bring data.
         rounds: whether they take part in rounds together; otherwise each stops when it is without data.
+        deals: whether minibatches are dealt out here: see `dealing`. Else the workers do that in their rounds.
+        reports: whether shards report how many gradients of a lost worker they have.
         first: number of the first rounds of a worker that are no minibatches of its loop, in which it only meets the
             others.
 
     Attributes:
         is_ending: in rounds, some worker was told that the run is over for it, so nobody can come any more.
-        reassignment: reassigns the minibatches of lost workers.
+        dealing: deals out the minibatches, where workers do not do that in rounds by themselves.
     """
 
     num_epochs = 1
@@ -119,16 +123,25 @@ class OpenLedger:
     KEPT = ("_sequences", "_dropped", "is_ending", "_last_round", "_left", "_own_data")
     """See `coordinator.durable`."""
 
-    def __init__(self, num_workers: int, *, rounds: bool, first: int = 0) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        rounds: bool,
+        first: int = 0,
+        deals: bool = True,
+        reports: bool = False,
+    ) -> None:
         self._sequences = [LoopSequence() for _ in range(num_workers)]
         self._rounds = rounds
+        self._deals = deals
+        self._reports = reports
         self._first = first
         self._dropped = 0
-        self.reassignment = Reassignment(self._sequences)
+        self.dealing = Dealing(range(num_workers), self._received)
         self._pushed: dict[
             int, dict[str, int]
         ] = {}  # by rank of a lost worker and shard: gradients that it has
-        self._twice: dict[int, int] = {}  # by rank
         self.is_ending = False
         self._last_round = -1  # the last round to which a worker without data was told
         self._left: dict[int, int] = {}  # by rank of a lost worker, in rounds
@@ -141,6 +154,9 @@ class OpenLedger:
     def num_receipts(self) -> int:
         """The number of minibatches with a receipt."""
         return sum(sequence.num_steps for sequence in self._sequences)
+
+    def _received(self, rank: int, step: int) -> bool:
+        return step < 0 or self._sequences[rank].received(step)
 
     @property
     def num_rounds(self) -> int:
@@ -174,9 +190,10 @@ class OpenLedger:
             Whether the run is over for it. False: it takes part in `next_round`. None: it waits for others.
         """
         sequence = self._sequences[rank]
-        sequence.total, sequence.samples = batches, max(samples, sequence.samples if sequence.returned else 0)
-        if not self._rounds:
-            self.reassignment.ended(rank, batches)
+        sequence.total = batches
+        before = sequence.samples if not self._deals and sequence.returned else 0
+        sequence.samples = max(samples + sequence.earlier_samples, before)
+        self.dealing.ended(rank)
         if left is not None:
             self._own_data = bool(self._own_data) or left.own_data
             for other, batches in left.batches.items():  # whoever ended early may know of fewer
@@ -232,10 +249,14 @@ class OpenLedger:
         return {0: self._dropped} if self._dropped else {}
 
     def lost(self, rank: int) -> int:
-        """Notes that a worker is lost. Others ask for its minibatches (see `reassignment`). Returns 0."""
-        self._sequences[rank].lost = True
-        if not self._rounds:  # else the loops know by themselves what was left
-            self.reassignment.lost(rank)
+        """Notes that a worker is lost. Others get its minibatches (see `dealing`). Returns 0."""
+        sequence = self._sequences[rank]
+        sequence.lost = True
+        self._pushed.pop(rank, None)
+        self.dealing.lost(rank)
+        if not self._reports:
+            self.dealing.resolve(rank)
+        sequence.samples = max(sequence.samples, self.dealing.samples[rank])
         return 0
 
     @property
@@ -247,17 +268,27 @@ class OpenLedger:
         """Notes that a worker has come to the run, which has begun: in the place of a lost one, or a further one."""
         while len(self._sequences) <= rank:  # whoever has a rank in between has not come yet
             self._sequences.append(LoopSequence(total=0))
-        self._sequences[rank].come()
+        self.dealing.come(rank)
+        old = self._sequences[rank]
+        if self._rounds:
+            old.come()
+            old.earlier_samples = old.samples if self._deals else 0  # a group tells of them when it ends
+            return
+        self._sequences[rank] = LoopSequence(
+            returned=old.lost or old.returned,
+            enters=True,
+            earlier=old.num_steps,
+            earlier_samples=old.samples,
+        )
 
     def enters(self, rank: int) -> bool:
-        """Whether a worker has come to a run that had begun, and is in no round yet."""
+        """Whether a worker has come to a run that had begun, and has nothing in the model yet."""
         return self._sequences[rank].enters
 
     def pushed(self, rank: int, shard: str, gradients: int, num_shards: int) -> None:
         """Takes a shard's report of how many gradients of a lost worker it has. The reports of all count as receipts.
 
-        A worker that was stopped before it died may have pushed gradients without reporting them. Minibatches that
-        others have taken over by then count twice.
+        A worker may have pushed gradients without reporting them. Others get nothing of it before all shards have told.
 
         Args:
             rank: rank of the worker.
@@ -270,14 +301,14 @@ class OpenLedger:
         if not sequence.lost or len(known) < num_shards:
             return
         for step in range(sequence.low, min(known.values())):
-            if sequence.add(step) and self.reassignment.handed_out(rank, step):
-                self._twice[rank] = self._twice.get(rank, 0) + 1
+            sequence.add(step)
+        self.dealing.resolve(rank)
+        sequence.samples = max(sequence.samples, self.dealing.samples[rank])
 
     def losses(self) -> list[LostSamples]:
         """The samples of lost workers that had not finished their parts; none in rounds of which no loop knows that."""
         ranked = list(enumerate(self._sequences))
-        lost = [(rank, sequence) for rank, sequence in ranked if sequence.lost]
-        if self._rounds:
+        if not self._deals:
             known = [one for one in ranked if one[1].returned or (one[1].lost and not one[1].is_through)]
             missing = {rank: None if self._own_data else self._left.get(rank, 0) for rank, _ in known}
             return [
@@ -285,15 +316,20 @@ class OpenLedger:
                 for rank, sequence in (known if self._own_data is not None else [])
             ]
         return [
-            LostSamples(rank, sequence.count, self.reassignment.missing(rank), self._twice.get(rank, 0))
-            for rank, sequence in lost
-            if not sequence.is_through
+            LostSamples(
+                rank,
+                sequence.num_steps,
+                self.dealing.missing(rank, sequence.num_steps),
+                is_exact=not self._rounds,
+            )
+            for rank, sequence in ranked
+            if sequence.returned or (sequence.lost and not sequence.is_through)
         ]
 
     def brief(self) -> dict[int, tuple[int, int]]:
         """By rank, loops shorter than `BRIEF` of the longest loop: (minibatches, minibatches of the longest).
 
-        Loops over loaders of `shard` have about the same length, unless a worker has taken over a block.
+        Loops over loaders of `shard` have about the same length, unless a worker has taken something over.
         """
         if any(sequence.lost or sequence.returned for sequence in self._sequences):
             return {}
@@ -331,4 +367,4 @@ class OpenLedger:
     def reassigned(self, epoch: int) -> int:
         """The number of minibatches of lost workers that others have computed."""
         del epoch
-        return self.reassignment.num_taken
+        return self.dealing.num_taken

@@ -6,7 +6,7 @@ the others go on without it        as the strategy says; in rounds only where ot
                                    loaders had left
 a new process takes its place      unless a rule of `traits.txt` forbids a replacement
 until then others stand in for it  in rounds, where a new process may come
-its torn pushes are redone         otherwise, where it pushed gradients to servers and a new process may come;
+its torn pushes are redone         otherwise, where it pushed gradients of a job to servers and a new process may come;
                                    not in passes, where each chunk knows which portions it has
 
 The reasons are clauses that end the sentence of a message. docs/assumptions.md has the same table in words.
@@ -40,6 +40,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         and served.pushes == "gradients"
         and not (rounds or served.in_passes)
         and plan.workers > 1
+        and not plan.open_ended  # nobody else can compute what a user's own loop has pushed
     )
     return LossTolerance(
         survives_worker_loss=not why_not or loops_go_on
@@ -56,7 +57,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.job.acknowledge,
         regroups=grouped,
-        grows=loops_go_on and not why_not,
+        grows=(loops_go_on or (plan.open_ended and (pairs or not rounds))) and not why_not,
     )
 
 

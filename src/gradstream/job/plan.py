@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -303,8 +304,18 @@ class RunPlan:
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""
         if self.open_ended:
-            in_rounds = self.strategy.partitioning == "rounds"
-            return OpenLedger(self.workers, rounds=in_rounds, first=int(self.averages_gradients))
+            served, in_rounds = self.served, self.strategy.partitioning == "rounds"
+            reports = served is not None and not served.rule(self.workers, "mean").by_round
+            ledger = OpenLedger(
+                self.workers,
+                rounds=in_rounds,
+                first=int(self.averages_gradients),
+                deals=not isinstance(self.strategy, GroupStrategy),
+                reports=reports,
+            )
+            if self.resume is not None and self.resume.dealt:
+                ledger.dealing.load(json.loads(self.resume.dealt))
+            return ledger
         helping = self.strategy.partitioning_of_run() != "partitions"  # with what is left of an epoch
         return Ledger(
             self.batch_plan(),

@@ -18,16 +18,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from gradstream.data.open_ledger import Left
-from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, UserCodeError
 from gradstream.model.buffers import Buffers
 from gradstream.session.binding import ParameterBinding
@@ -282,33 +279,12 @@ class LoopBridge:
             PeerLostError, DeadlineError: a server does not answer.
         """
         assert self._context is not None
-        return self._ask(self._context.replica.newest())
+        return self.ask(lambda context: context.replica.newest())
 
     @property
     def is_late(self) -> bool:
         """Whether this worker has come to a run that had begun."""
         return self._context is not None and self._context.late
-
-    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Reports that the loop begins an epoch: see `Reassignment.begun`. Called from the user's thread."""
-        assert self._context is not None and self._event_loop is not None
-        say = partial(self._context.endings.begun, epoch, step, unclear=unclear)
-        with suppress(RuntimeError):  # the run and its coordinator have ended
-            self._event_loop.call_soon_threadsafe(say)
-
-    def take_over(
-        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
-    ) -> Block | None:
-        """Asks the coordinator for minibatches of lost workers: see `Reassignment.take`.
-
-        Call it from the user's thread, between steps.
-
-        Raises:
-            PeerLostError, DeadlineError: the coordinator does not answer.
-            GradstreamError: the error that ended the worker.
-        """
-        assert self._context is not None
-        return self._ask(self._context.endings.take_over(epoch, begin, step, parts, per_step, oldest))
 
     def ask(self, work: Callable[[LoopContext], Coroutine[Any, Any, T]]) -> T:
         """Runs `work` in the event loop of the worker's node. Call it from the user's thread, between rounds.
@@ -316,11 +292,10 @@ class LoopBridge:
         Raises:
             GradstreamError: the error that ended the worker.
         """
-        assert self._context is not None
-        return self._ask(work(self._context))
+        return self.result(self.spawn(work))
 
-    def spawn(self, work: Callable[[LoopContext], Coroutine[Any, Any, None]]) -> Future[None]:
-        """Begins `work` in the event loop of the worker's node, and does not wait for it.
+    def spawn(self, work: Callable[[LoopContext], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Begins `work` in the event loop of the worker's node, and does not wait for it: see `result`.
 
         Raises:
             RuntimeError: the run and its event loop have ended.
@@ -333,15 +308,13 @@ class LoopBridge:
             begun.close()
             raise
 
-    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` in the worker's event loop. Raises the worker's error if the worker ends first."""
-        assert self._event_loop is not None
+    def result(self, asked: Future[T]) -> T:
+        """Waits for what `spawn` has begun. Raises the worker's error if the worker ends first."""
 
         def notify(_: object) -> None:
             with self._condition:
                 self._condition.notify_all()
 
-        asked = asyncio.run_coroutine_threadsafe(work, self._event_loop)
         asked.add_done_callback(notify)
         with self._condition:
             self._condition.wait_for(lambda: self._worker_end or (asked.done() and not asked.cancelled()))
@@ -414,6 +387,10 @@ class LoopBridge:
         if not in_step:
             self.falls_out()
         self.roster.change(number, ranks, entered)
+
+    def missed(self, rounds: int) -> None:
+        """See `Loop.missed`. The user's thread waits."""
+        self.counts.batches += rounds
 
     def state(self) -> Mapping[str, np.ndarray[Any, Any]]:
         """See `Loop.state`."""

@@ -26,14 +26,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradstream.session.loaders_part import Takeover, packed
+from gradstream.session.loaders_part import Dealt, Takeover, packed
 from gradstream.session.places import LoaderPlace
 from gradstream.session.roster import FIRST
 
 # ---- deals -------------------------------------------------------------------------------
-
-Dealt = tuple[Any, int | None]
-"""A minibatch, most often as sample indices, and the samples that it counts; None if that cannot be seen."""
 
 
 class Item(NamedTuple):
@@ -141,13 +138,16 @@ class LoaderDeals:
 
     # ---- what the sampler and the loop do -----------------------------------------------
 
-    def begin(self, number: int, order: Iterator[Any], first: int = 0) -> None:
+    def begin(self, number: int, order: Iterator[Any], first: int = 0) -> bool:
         """The loop begins an iteration, the epoch of this number, over the minibatches of one process.
 
         Args:
             number: number of the epoch.
             order: the minibatches, from `first` on.
             first: place of the first of them, not 0 if the loop continues at a saved place.
+
+        Returns:
+            True: all iterations are dealt.
         """
         self.over()
         place = None if self._came is not None or self._is_resumed else self._place
@@ -162,7 +162,7 @@ class LoaderDeals:
         self._iteration = iteration = _Iteration(number, order, self._made, torch.is_grad_enabled())
         iteration.next_place = first
         if came is None:
-            return
+            return True
         passed = (
             order if index < came["over"] else islice(order, came["place"] if index == came["over"] else 0)
         )
@@ -173,6 +173,7 @@ class LoaderDeals:
                 break  # what is left of an iteration that was broken off has no end
         if index >= came["over"]:  # it is where the others are
             self._came = None
+        return True
 
     @property
     def is_over(self) -> bool:

@@ -1,7 +1,7 @@
 """What a worker has to know that comes to a run of own loops which has begun, besides the models and optimizers.
 
-A worker that has been there answers it between two of its turns: its loop waits for the exchange of a round. The
-newcomer takes part in this round without samples. So it makes the same step as the others, and is one of them after it.
+A worker that has been there answers it between two of its turns: its loop waits for an exchange. In rounds the newcomer
+takes part in this one without samples. So it makes the same step as the others, and is one of them after it.
 
     worker-0     forward, backward, exchange … wait … again ──▶ step
     newcomer          wrap ◀── state of worker-0 ──┘   │
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.checkpoint.own_state import EXTRA
+from gradstream.checkpoint.own_state import SESSION
 from gradstream.errors import ConfigError
 from gradstream.model.buffers import Arrays
 from gradstream.session.bridge import LoopBridge, ResumePoint
@@ -25,9 +25,6 @@ from gradstream.session.loaders_part import Takeover
 from gradstream.session.places import LoopPlaces
 from gradstream.session.registered import Registered
 from gradstream.session.roster import Roster
-
-SESSION = EXTRA + "session"
-"""Name of the array that has the state as JSON."""
 
 
 class SessionEntry:
@@ -72,9 +69,9 @@ class SessionEntry:
     def is_behind(self) -> bool:
         """Whether this newcomer's loop has not come to its first round yet."""
         bridge = self.bridge
-        return (
-            self.came is not None and bridge is not None and bridge.counts.batches <= self.came["counts"][0]
-        )
+        if self.came is None or bridge is None or not self._takeover.in_rounds:
+            return False
+        return bool(bridge.counts.batches <= self.came["counts"][0])
 
     @property
     def _has_minibatch(self) -> bool:
@@ -90,12 +87,12 @@ class SessionEntry:
         plain = {
             "contributed": list(bridge.contributed.items()),
             "counts": bridge.counts.saved(local_rounds=not bridge.averages_gradients),
-            "may_enter": bridge.may_be_entered and self._has_minibatch,
+            "may_enter": not self._takeover.in_rounds or (bridge.may_be_entered and self._has_minibatch),
             "skips": self._places.skips,
             "knows_all": self._knows_all()
             and all(deals.is_finite for deals in self._takeover.deals.values()),
             "place": self._places.entry_state(),
-            "loaders": {number: deals.saved() for number, deals in self._takeover.deals.items()},
+            "loaders": self._takeover.saved(),
             "roster": self._takeover.roster.saved(),
             "rounds": self.rounds(),
         }
@@ -108,15 +105,17 @@ class SessionEntry:
         if bridge is None or not bridge.is_late or SESSION not in arrays:
             return
         came = self.came = json.loads(arrays[SESSION].tobytes())
-        if not (came["knows_all"] or came["skips"]):
+        in_rounds = self._takeover.in_rounds
+        if not (came["knows_all"] or (came["skips"] and in_rounds)):
             raise ConfigError(
                 "session.wrap: this worker has come to a run that had begun, and nobody knows where in their data the "
                 "others are: they have used minibatches that no loader of session.shard has given out, or have taken "
                 "some ahead. Take each minibatch from a DataLoader of session.shard when it is needed, or skip those "
                 "that are done: if session.skip(): continue"
             )
-        bridge.stays_out, bridge.contributed = not came["may_enter"], Counter(dict(came["contributed"]))
-        bridge.counts.load(*came["counts"])
+        if in_rounds:  # else it counts its own steps
+            bridge.stays_out, bridge.contributed = not came["may_enter"], Counter(dict(came["contributed"]))
+            bridge.counts.load(*came["counts"])
         self._places.enter(came["place"])
         self._takeover.load({int(number): state for number, state in came["loaders"].items()})
         self._takeover.roster.load(came["roster"])

@@ -10,7 +10,6 @@ A DataLoader becomes a DataLoader with the same settings, class and attributes.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,9 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
-from gradstream.session.deals import Dealt, LoaderDeals
+from gradstream.session.deals import LoaderDeals
 from gradstream.session.division import (
     are_file_names,
     is_loading_pipeline,
@@ -32,12 +30,11 @@ from gradstream.session.division import (
     own_rows,
     reads_own_files,
 )
+from gradstream.session.draws import LoaderDraws
 from gradstream.session.loaders_part import (
     CommonRandomState,
-    EpochSteps,
     LoaderPart,
     Takeover,
-    TakeoverOrder,
     is_divided,
     length_of,
     made_of,
@@ -46,9 +43,6 @@ from gradstream.session.streams import ShardedIterable, ShardedStream, iterable_
 
 BATCHES_AHEAD = 64
 """Number of minibatches (as sample indices) drawn at once. A sampler may be infinite."""
-
-MOST_ORDERS = 4
-"""Epochs whose minibatches (as indices) are kept: a lost worker may have been some epochs behind."""
 
 
 class SamplerEpoch:
@@ -77,9 +71,7 @@ class ShardedBatchSampler:
 
     Attributes:
         latest: the latest iteration, which may be ahead of the loop; None before the first.
-        orders: all minibatches of the latest `MOST_ORDERS` epochs, by epoch, if the coordinator gives workers those of
-            lost ones.
-        deals: deals out the minibatches where all workers make their rounds together; else None.
+        deals: deals out or draws the minibatches; None if this worker always has the same part.
         skipped: minibatches of one process that the next iteration leaves out, since the loop has had them.
     """
 
@@ -89,8 +81,7 @@ class ShardedBatchSampler:
         self._collated = collated
         self._random = CommonRandomState(part.seed)
         self.latest: SamplerEpoch | None = None
-        self.orders: dict[int, TakeoverOrder] = {}
-        self.deals: LoaderDeals | None = None
+        self.deals: LoaderDeals | LoaderDraws | None = None
         self.skipped = 0
 
     @property
@@ -137,9 +128,10 @@ class ShardedBatchSampler:
         if self.skipped and torch.is_grad_enabled():  # else a validation
             first = number = self.skipped
             self.skipped = 0
-        if self.deals is not None:
-            first = number if place is None or not place.applies else 0  # else the deals pass them over
-            self.deals.begin(latest.epoch, islice(batches, first, None), first)
+        by_place = place is None or not place.applies
+        if self.deals is not None and self.deals.begin(
+            latest.epoch, islice(batches, first if by_place else 0, None), number if by_place else 0
+        ):  # where a resumed loop finds its place by its loaders, these pass over what is done
             while (dealt := self.deals.draw()) is not None:
                 batch, count = dealt
                 latest.counts.append(count)
@@ -148,42 +140,29 @@ class ShardedBatchSampler:
         if is_over:  # before the run was resumed
             deque(batches, maxlen=0)
             return
-        if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # others may be infinite
-            self.orders.pop(latest.epoch, None)
-            while len(self.orders) >= MOST_ORDERS:
-                del self.orders[next(iter(self.orders))]
-            order = self.orders[latest.epoch] = TakeoverOrder()
-            batches = order.noted(batches)
         for batch, count in self._part.taken(islice(batches, first, None), self._cut, self._size, number):
             latest.counts.append(count)
             yield batch
 
-    def parts(self, epoch: int) -> list[int]:
-        """Number of minibatches of each worker in an epoch of `orders`."""
-        order, part = self.orders[epoch], self._part
-        if not part.split:
-            return [dataclasses.replace(part, rank=rank).count(len(order)) for rank in range(part.world_size)]
-        sizes = [1 if (size := self._size(batch)) is None else size for batch in order]
-        return [sum(size > rank for size in sizes) for rank in range(part.world_size)]
-
     def deal(self, takeover: Takeover, number: int) -> None:
         """Deals out the minibatches from now on, as those of the loader of this number."""
-        part = self._part
-        finite = hasattr(self._batches, "__len__")
-        self.deals = LoaderDeals(
-            takeover, part.rank, part.split, self._cut, self._size, part.place, is_finite=finite
-        )
-        takeover.add(number, self.deals)
-        if part.place is not None:
-            part.place.deals = self.deals
-
-    def part_of(self, epoch: int, rank: int) -> list[Dealt] | None:
-        """A worker's minibatches in an epoch, each with its counted samples; None if not all of it is in `orders`."""
-        order = self.orders.get(epoch)
-        if order is None or not order.whole:
-            return None
-        part = dataclasses.replace(self._part, rank=rank)
-        return list(part.taken(order, self._cut, self._size))
+        part, place, is_finite = self._part, self._part.place, hasattr(self._batches, "__len__")
+        if takeover.in_rounds:
+            deals = self.deals = takeover.deals[number] = LoaderDeals(
+                takeover, part.rank, part.split, self._cut, self._size, place, is_finite=is_finite
+            )
+            if place is not None:
+                place.deals = deals
+        elif is_finite:  # else it has no epochs
+            self.deals = takeover.draws[number] = LoaderDraws(
+                *(takeover, number, part.world_size, part.split, self._cut, self._size),
+                lambda: len(self._batches),
+                place,
+            )
+            if place is not None:
+                place.any_size = True
+        if self.deals is not None:
+            takeover.add(number, self.deals)
 
     def __len__(self) -> int:
         count = self._part.count if self.deals is None else self.deals.count
@@ -218,7 +197,6 @@ class ShardedLoader(DataLoader[Any]):
     """
 
     _part: LoaderPart
-    _number: int  # index among the loaders whose minibatches may be taken over, from 0
     _place: tuple[int, int] = (0, 0)  # (epoch, minibatches that the training loop has taken in it)
     _drawn_from: Sequence[torch.Tensor] = ()  # the generators' states before that epoch
     _loaded_place: Mapping[str, Any] | None = None
@@ -226,10 +204,7 @@ class ShardedLoader(DataLoader[Any]):
     @property
     def is_dealt(self) -> bool:
         """Whether others can take over the minibatches of a lost worker."""
-        sampler = self._index_sampler
-        return sampler.deals is not None or (
-            self._part.takeover is not None and hasattr(sampler._batches, "__len__")  # else it has no epochs
-        )
+        return self._index_sampler.deals is not None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         sampler: ShardedBatchSampler = self._index_sampler
@@ -278,8 +253,7 @@ class ShardedLoader(DataLoader[Any]):
     def _noted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
     ) -> Iterator[Any]:
-        takeover, deals, trains = self._part.takeover, sampler.deals, torch.is_grad_enabled()
-        steps: EpochSteps | None = None
+        deals, trains = sampler.deals, torch.is_grad_enabled()
         if (place := self._part.place) is not None:
             place.asks(at_beginning=True, ahead=epoch is not None)
         for batch in self._part.asked(batches):
@@ -290,9 +264,6 @@ class ShardedLoader(DataLoader[Any]):
                     "session.shard has not drawn, from an iterator made before shard. Shard a plain DataLoader "
                     "instead"
                 )
-            if deals is None and takeover is not None and torch.is_grad_enabled():  # else a validation
-                steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch), self._place[1])
-                steps.next()
             samples = epoch.counts.popleft()
             samples = length_of((batch,)) if samples is None else samples
             self._part.ahead.take(samples, partial(self._take, samples, deals, trains=trains))
@@ -300,17 +271,10 @@ class ShardedLoader(DataLoader[Any]):
         if trains:
             self._place, self._drawn_from = (self._place[0] + 1, 0), ()
         if deals is not None:
-            yield from self._made(iter(deals.draw, None), deals)
-            deals.over()
-        if steps is not None:
-            try:
-                for block in _blocks(sampler, steps):
-                    yield from self._made(block)
-            except GeneratorExit:  # the loop may not have used the last minibatch
-                steps.used()
-                raise
+            yield from self._made(deals)
+            self._part.ahead.do(deals.over)
 
-    def _take(self, samples: int | None, deals: LoaderDeals | None, *, trains: bool) -> None:
+    def _take(self, samples: int | None, deals: LoaderDeals | LoaderDraws | None, *, trains: bool) -> None:
         """Notes that the loop takes a minibatch."""
         if deals is not None:
             deals.take()
@@ -321,7 +285,7 @@ class ShardedLoader(DataLoader[Any]):
     @property
     def rest(self) -> int:
         """Number of minibatches that the loop still takes in this iteration, as far as this worker knows now."""
-        deals: LoaderDeals | None = self._index_sampler.deals
+        deals: LoaderDeals | LoaderDraws | None = self._index_sampler.deals
         return max(0, len(self) - self._place[1]) if deals is None else deals.rest(self.total)
 
     @property
@@ -351,9 +315,9 @@ class ShardedLoader(DataLoader[Any]):
             )
         self._loaded_place = dict(state)
 
-    def _made(self, chosen: Iterable[Dealt], deals: LoaderDeals | None = None) -> Iterator[Any]:
+    def _made(self, deals: LoaderDeals | LoaderDraws) -> Iterator[Any]:
         """Yields the minibatches that this worker takes over from lost workers."""
-        for batch, samples in self._part.asked(chosen):
+        for batch, samples in self._part.asked(iter(deals.draw, None)):
             made = next(self._loaded([batch]))
             samples = length_of((made,)) if samples is None else samples
             self._part.ahead.take(samples, partial(self._take, samples, deals, trains=False))
@@ -370,15 +334,6 @@ class ShardedLoader(DataLoader[Any]):
         made: ShardedLoader = object.__new__(type(self))
         vars(made).update(state)
         return super(ShardedLoader, made).__iter__()
-
-
-def _blocks(sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[list[Dealt]]:
-    parts: dict[tuple[int, int], list[Dealt]] = {}
-    while (block := steps.take(sampler.parts, sampler.orders)) is not None:
-        where = block.epoch.number, block.rank
-        if where not in parts:
-            parts[where] = sampler.part_of(*where) or []
-        yield parts[where][block.first : block.first + block.size]
 
 
 def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
@@ -409,9 +364,8 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
     if part.place is not None:
         part.place.columns = 1 if part.split else part.world_size
         part.place.any_size = part.aligned and not divided
-    state["_number"] = 0 if part.takeover is None else part.takeover.number()
-    if part.takeover is not None and part.takeover.in_rounds:
-        state[place].deal(part.takeover, state["_number"])
+    if part.takeover is not None:
+        state[place].deal(part.takeover, part.takeover.number())
     return made_of(loader, ShardedLoader, state)
 
 

@@ -21,50 +21,22 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.roster import Roster
 
 if TYPE_CHECKING:
     from gradstream.session.deals import LoaderDeals
+    from gradstream.session.draws import LoaderDraws
     from gradstream.session.places import LoaderPlace
     from gradstream.session.streams import StreamEnds
 
 T = TypeVar("T")
 
-# ---- loaders takeover --------------------------------------------------------------------
-# Takes over a lost worker's minibatches of an epoch once a worker has finished its own part.
-#
-# The coordinator knows which steps of a lost worker are in the model. A loader knows all minibatches of the epoch,
-# since it draws their order. So the coordinator names the missing ones by their place in the lost worker's part, and
-# the loader makes them. This code counts which minibatches belong to which step, which is known only if every step
-# of an epoch uses the same number of them.
+# ---- the session's loaders --------------------------------------------------------------
 
-
-class TakeoverOrder:
-    """The minibatches that a sampler has drawn in an epoch, most often as lists of sample indices.
-
-    Attributes:
-        whole: whether the sampler has drawn all minibatches of the epoch.
-    """
-
-    def __init__(self) -> None:
-        self.whole = False
-        self._batches: list[Any] = []
-
-    def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yields the same minibatches, and remembers each."""
-        for batch in batches:
-            self._batches.append(packed(batch))
-            yield batch
-        self.whole = True
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch.tolist() if isinstance(batch, array) else batch for batch in self._batches)
+Dealt = tuple[Any, int | None]
+"""A minibatch, most often as sample indices, and the samples that it counts; None if that cannot be seen."""
 
 
 def packed(batch: Any) -> Any:
@@ -78,50 +50,69 @@ def packed(batch: Any) -> Any:
 
 
 class Takeover:
-    """Lets a session's loaders take over minibatches of lost workers.
+    """A session's place in the run, for its loaders.
 
     Args:
         steps: returns the number of the loop's next step, or None while unknown. A resumed run begins at 0, and
             iterations that it skips have negative numbers.
         roster: which workers make which rounds.
+        rank: rank of this worker.
         in_rounds: all loops make their rounds together, and deal out the minibatches themselves: see `deals`. Else the
-            coordinator assigns them.
+            coordinator deals them out: see `draws`.
         steps_a_round: H, where loops make local steps between two exchanges; else 1.
 
     Attributes:
         bridge: reaches the coordinator; None before the loop can make steps.
-        deals: by number of a loader.
+        deals, draws: by number of a loader, what deals out or draws its minibatches.
         own_data: the loop has used minibatches, or samples, of no loader of which others could take over the rest.
+        is_unclear: returns whether nobody knows with which step the loop uses its minibatches.
+        is_last: returns whether the loop is in its last epoch, in which it may wait for what others leave.
+        is_again: returns whether the loop goes through a step once more that is in the model already.
     """
 
     def __init__(
         self,
         steps: Callable[[], int | None],
         roster: Roster,
+        rank: int = 0,
         *,
         in_rounds: bool = False,
         steps_a_round: int = 1,
     ) -> None:
         self.steps = steps
         self.roster = roster
+        self.rank = rank
         self.in_rounds = in_rounds
         self.steps_a_round = steps_a_round
         self.own_data = False
+        self.is_unclear: Callable[[], bool] = lambda: self.own_data
+        self.is_last: Callable[[], bool] = lambda: False
+        self.is_again: Callable[[], bool] = lambda: False
         self.deals: dict[int, LoaderDeals] = {}
+        self.draws: dict[int, LoaderDraws] = {}
         self._came: Mapping[int, Mapping[str, Any]] = {}
         self.bridge: LoopBridge | None = None
-        self._num_loaders = 0
+        self._num_loaders = self._num_questions = 0
+
+    def number_of_question(self) -> int:
+        """The number of a new question to the coordinator."""
+        self._num_questions += 1
+        return self._num_questions
+
+    def report(self) -> None:
+        """Waits until the coordinator knows which minibatches the loop's next step uses."""
+        for draws in self.draws.values():
+            draws.report()
 
     def number(self) -> int:
         """The number of a new loader, equal on all workers since their scripts make the same loaders."""
         self._num_loaders += 1
         return self._num_loaders - 1
 
-    def add(self, number: int, deals: LoaderDeals) -> None:
-        """Adds the deals of the loader of this number."""
-        self.deals[number] = deals
+    def add(self, number: int, one: LoaderDeals | LoaderDraws) -> None:
+        """Adds what deals out or draws the minibatches of the loader of this number."""
         if number in self._came:
-            deals.load(self._came[number])
+            one.load(self._came[number])
 
     def fall_out(self) -> None:
         """Notes that the loops have not dealt the same minibatches, so nobody knows who has taken which."""
@@ -133,102 +124,23 @@ class Takeover:
         places = [deals.mark for _, deals in sorted(self.deals.items())]
         return 1 + crc32(repr(places).encode())
 
+    @property
+    def _loaders(self) -> dict[int, LoaderDeals | LoaderDraws]:
+        return {**self.deals, **self.draws}
+
+    def saved(self) -> dict[int, dict[str, Any]]:
+        """What a newcomer has to know, as JSON, by number of a loader."""
+        return {number: one.saved() for number, one in self._loaders.items()}
+
     def load(self, came: Mapping[int, Mapping[str, Any]]) -> None:
-        """Goes on, in a run that had begun, from what `LoaderDeals.saved` of another worker has returned.
-
-        Args:
-            came: by number of a loader.
-        """
+        """Goes on, in a run that had begun, from what `saved` of another worker has returned."""
         self._came = came
-        for number, deals in self.deals.items():
+        for number, one in self._loaders.items():
             if number in came:
-                deals.load(came[number])
+                one.load(came[number])
 
 
-class EpochSteps:
-    """Counts which steps used an epoch's minibatches, and asks at its end for those of lost workers.
-
-    Args:
-        takeover: connection of the session to the coordinator.
-        epoch: the epoch of one loader.
-        skipped: number of minibatches that the loop had taken when the state of the loader was saved.
-    """
-
-    def __init__(self, takeover: Takeover, epoch: Epoch, skipped: int = 0) -> None:
-        self._takeover = takeover
-        self._epoch = epoch
-        self._begin: int | None = None  # the first step
-        self._yielded = skipped  # minibatches of this worker's own part
-        self._per_step: int | None = None  # minibatches per step; 0: the number varies
-        self._asked: int | None = None  # the step for which the last block was taken over
-        self._parts: list[int] = []  # number of minibatches of each worker, once needed
-
-    def next(self) -> None:
-        """Counts the next minibatch of the worker's own part."""
-        self._count()
-        self._yielded += 1
-
-    def take(self, parts: Callable[[int], list[int]], orders: dict[int, TakeoverOrder]) -> Block | None:
-        """The block of minibatches to take over next; None if there is none.
-
-        Args:
-            parts: returns the number of minibatches of each worker in an epoch of `orders`.
-            orders: minibatches of all workers, by epoch.
-        """
-        if self._asked is None:
-            self._count()
-        steps, bridge = self._takeover.steps(), self._takeover.bridge
-        if steps is None or self._begin is None or steps == self._begin or bridge is None:
-            return None  # the loop makes no steps in this epoch: a validation
-        if not self.used():
-            return None
-        if self._asked is None:
-            if not (self._per_step and self._yielded % self._per_step == 0 and self._is_whole(orders, 0)):
-                self._per_step = 0
-            self._parts = parts(self._epoch.number) if self._per_step else []
-        self._asked, back = steps, 0
-        while self._is_whole(orders, back + 1):
-            back += 1
-        oldest = self._epoch.number - back
-        return bridge.take_over(self._epoch, self._begin, steps, self._parts, self._per_step or 0, oldest)
-
-    def used(self) -> bool:
-        """Whether the loop has made exactly one step since it took over a block, or has taken none.
-
-        If not, reports to the coordinator that it is unclear which steps used this epoch's minibatches, so that no
-        worker takes over any of them.
-        """
-        if self._asked is None or self._takeover.steps() == self._asked + 1:
-            return True
-        self._report(unclear=True)
-        return False
-
-    def _is_whole(self, orders: dict[int, TakeoverOrder], back: int) -> bool:
-        order = orders.get(self._epoch.number - back)
-        return order is not None and order.whole
-
-    def _count(self) -> None:
-        steps = self._takeover.steps()
-        if steps is None:
-            return
-        if self._begin is None:
-            # In a resumed loop this is known after the first minibatch was skipped or used in a step.
-            self._begin = 0 if self._yielded and steps > 0 else steps - self._yielded
-            self._report()
-        made = steps - self._begin
-        if self._per_step is None and made:
-            self._per_step = self._yielded if made == 1 else 0
-        if self._per_step and made != self._yielded // self._per_step:
-            self._per_step = 0
-            self._report(unclear=True)
-
-    def _report(self, *, unclear: bool = False) -> None:
-        bridge = self._takeover.bridge
-        if bridge is not None and self._begin is not None:
-            bridge.begun(self._epoch, self._begin, unclear=unclear)
-
-
-# ---- loaders draw ------------------------------------------------------------------------
+# ---- common order -----------------------------------------------------------------------
 # Random numbers that are equal on all workers while a DataLoader draws its order.
 #
 # Workers divide the minibatches without exchanging messages, so each must draw the same order, whatever its process
@@ -292,7 +204,7 @@ def _swap(states: _States) -> _States:
     return before
 
 
-# ---- loaders part ------------------------------------------------------------------------
+# ---- a worker's part --------------------------------------------------------------------
 
 
 class Ahead:
@@ -323,8 +235,8 @@ class Ahead:
             self._waiting.pop()
 
     def do(self, what: Callable[[], object]) -> None:
-        """Does what follows from the minibatch that is taken: now, or when it is used."""
-        if self.is_taking:
+        """Does what follows from the minibatch that was taken last: now, or when it is used."""
+        if self.is_taking and self._waiting:
             self._waiting[-1].append(what)
         else:
             what()

@@ -135,7 +135,9 @@ class LoopPlaces:
         has_others: the loop also trains with minibatches of no DataLoader that has a place.
         is_elsewhere: a loader that the script has registered has its place itself.
         optimizers: the script's wrapped optimizers.
-        has_changed: returns whether workers were lost or have come since the run began or was resumed.
+        has_changed: returns whether others may have made the loop's steps: workers were lost or have come, or
+            minibatches go to who asks.
+        is_last: the present epoch is the last one of `Session.epochs`.
     """
 
     point: ResumePoint
@@ -148,6 +150,7 @@ class LoopPlaces:
     is_elsewhere: bool = False
     optimizers: Sequence[torch.optim.Optimizer] = ()
     has_changed: Callable[[], bool] = lambda: False
+    is_last: bool = False
     _loaders: list[LoaderPlace] = field(default_factory=list)
     _told: Mapping[str, Any] | None = None
     _applies: bool | None = None
@@ -162,7 +165,13 @@ class LoopPlaces:
     @property
     def are_enough(self) -> bool:
         """Whether a resumed loop finds its place by its loaders alone."""
-        return any(place.trains for place in self._loaders) and not (self.has_others or self.skips)
+        skips = self.skips and not self.has_changed()
+        return any(place.trains for place in self._loaders) and not (self.has_others or skips)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether the loaders of a resumed loop begin anew, since the script looks for its place itself."""
+        return self._told is not None and not self._applies
 
     def resumed(self, index: int) -> Mapping[str, Any] | None:
         """The place in a loader at which a resumed loop continues: see `LoaderPlace.resumed`."""
@@ -218,8 +227,9 @@ class LoopPlaces:
         if self._entered is not None:
             begin = self._entered["epoch"] or 0
         for epoch in range(begin, number):
-            self.epoch = epoch
+            self.epoch, self.is_last = epoch, epoch == number - 1
             yield epoch
+        self.is_last = False
 
     def check_options(self, *, may_differ: bool) -> str:
         """Compares the optimizers' options with those at the checkpoint, when a resumed loop makes its first step.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from gradstream.data.reassignment import Epoch
+from gradstream.data.dealing import Epoch
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.division import is_loading_pipeline, own_part_of, reads_own_files, without_splitters

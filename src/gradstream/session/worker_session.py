@@ -192,6 +192,7 @@ class WorkerSession(Session):
         self._takeover = Takeover(
             self._next_step,
             Roster(place.world_size),
+            place.rank,
             in_rounds=isinstance(self._strategy, GroupStrategy),
             steps_a_round=self._strategy.local_steps if self._strategy.local_rounds else 1,
         )
@@ -200,7 +201,14 @@ class WorkerSession(Session):
         self._entry = SessionEntry(
             self._takeover, self._resume_point, self._registered, self._places, lambda: not self._is_unclear
         )
-        self._places.has_changed = lambda: len(self._takeover.roster.changes) > 1
+        self._places.has_changed = lambda: (
+            len(self._takeover.roster.changes) > 1 or bool(self._takeover.draws)
+        )
+        self._takeover.is_unclear = lambda: self._is_unclear
+        # Elsewhere the others may wait for a step of this worker.
+        goes_on_alone = self._strategy.partitioning == "queue"
+        self._takeover.is_last = lambda: goes_on_alone and self._places.is_last
+        self._takeover.is_again = lambda: self._resume_point.again
         self._registered.add({PLACES: self._places})
         self._placed: set[object] = set()  # loaders in which a resumed loop finds its place
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
@@ -261,9 +269,10 @@ class WorkerSession(Session):
         self._places.skips = True
         if self._places.skips_wrong and not self._job.allow_lost:
             raise ConfigError(
-                "session.skip: workers were lost, or have come, before the run was stopped, so nobody knows which "
-                "iterations of this worker are done. Leave session.skip() out: loaders of session.shard find their "
-                "place themselves; allow_lost=True, --allow-lost, accepts that data is left out or comes twice"
+                "session.skip: workers were lost or have come before the run was stopped, or minibatches went to who "
+                "asked, so nobody knows which iterations of this worker are done. Leave session.skip() out: loaders of "
+                "session.shard find their place themselves; allow_lost=True, --allow-lost, accepts that data is left "
+                "out or comes twice"
             )
         self._end_again()
         if not self._resume_point.skip():
@@ -520,8 +529,8 @@ class WorkerSession(Session):
         loader = object()  # identifies the loader that is made
         note, over = (partial(call, loader=loader) for call in (self._note, self._samples.over))
         strategy, in_group = self._strategy, self._takeover.in_rounds
-        reassigns = strategy.survives_worker_loss and (strategy.partitioning != "rounds" or in_group)
-        takeover = self._takeover if reassigns and self._split is None else None
+        others_go_on = strategy.survives_worker_loss and (not strategy.gives_mean or in_group)
+        takeover = self._takeover if others_go_on and self._split is None else None
         rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
         is_placed = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
         place = self._places.new() if is_placed else None
@@ -567,8 +576,8 @@ class WorkerSession(Session):
         self._samples.forward(module, args, kwargs)
 
     def _present(self) -> Sequence[int]:
-        """Ranks of the workers that have made the newest round, which all of them know."""
-        number = self._next_step()
+        """Ranks of the workers that have made the newest round, which all of them know; without rounds, all."""
+        number = self._next_step() if self._takeover.in_rounds else None
         roster = self._takeover.roster
         return roster.changes[0].ranks if number is None else roster.of(number - 1)
 
@@ -800,8 +809,6 @@ class WorkerSession(Session):
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
             bridge.find_mark, bridge.falls_out = lambda: self._takeover.mark, self._takeover.fall_out
-        elif self._in_pairs:
-            bridge.find_left = lambda: Left({}, own_data=True)  # nobody takes anything over
         self._early_barrier.over()
         return bridge
 
@@ -836,6 +843,7 @@ class WorkerSession(Session):
         if is_new:
             self._uses()
         taken = self._samples.take(local)
+        self._takeover.report()
         self._places.has_others |= self._samples.unseen or self._samples.ahead
         return taken
 

@@ -127,7 +127,7 @@ METHODS: Mapping[str, Method] = {
     "resume": Method(served_by=_COORDINATOR, callers=_MEMBER),
     "assign": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
-    "take_over": Method(served_by=_COORDINATOR, callers=_WORKER),
+    "draw": Method(served_by=_COORDINATOR, callers=_WORKER),
     "epoch_part": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),
     # Checkpoints, for nodes on machines without the run directory.

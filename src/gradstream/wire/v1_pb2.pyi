@@ -940,9 +940,8 @@ class Beat(_message.Message):
     def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., relies: bool = ..., number: _Optional[int] = ..., leaves: bool = ..., reports: _Optional[_Iterable[_Union[BeatReport, _Mapping]]] = ...) -> None: ...
 
 class BeatReport(_message.Message):
-    __slots__ = ("snapshot", "begun", "refused", "sound", "handed", "decision", "orphaned", "redone", "broken", "resharded", "backed_up")
+    __slots__ = ("snapshot", "refused", "sound", "handed", "decision", "orphaned", "redone", "broken", "resharded", "backed_up")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SOUND_FIELD_NUMBER: _ClassVar[int]
     HANDED_FIELD_NUMBER: _ClassVar[int]
@@ -953,7 +952,6 @@ class BeatReport(_message.Message):
     RESHARDED_FIELD_NUMBER: _ClassVar[int]
     BACKED_UP_FIELD_NUMBER: _ClassVar[int]
     snapshot: SnapshotReport
-    begun: Begun
     refused: Refused
     sound: bool
     handed: HandOver
@@ -963,7 +961,7 @@ class BeatReport(_message.Message):
     broken: int
     resharded: Resharded
     backed_up: int
-    def __init__(self, snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sound: bool = ..., handed: _Optional[_Union[HandOver, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., orphaned: _Optional[_Union[SenderPushes, _Mapping]] = ..., redone: _Optional[_Union[Redone, _Mapping]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
+    def __init__(self, snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sound: bool = ..., handed: _Optional[_Union[HandOver, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., orphaned: _Optional[_Union[SenderPushes, _Mapping]] = ..., redone: _Optional[_Union[Redone, _Mapping]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
 
 class SenderPushes(_message.Message):
     __slots__ = ("sender", "incarnation", "chunks", "pushes", "gradients")
@@ -1290,43 +1288,47 @@ class Ended(_message.Message):
     over: bool
     def __init__(self, over: bool = ...) -> None: ...
 
-class Begun(_message.Message):
-    __slots__ = ("loader", "epoch", "step", "unclear")
+class Draw(_message.Message):
+    __slots__ = ("loader", "epoch", "total", "ended", "wanted", "oldest", "last", "unclear", "uses", "number")
     LOADER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     UNCLEAR_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     loader: int
     epoch: int
-    step: int
-    unclear: bool
-    def __init__(self, loader: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., unclear: bool = ...) -> None: ...
-
-class TakeOver(_message.Message):
-    __slots__ = ("epoch", "oldest", "parts", "per_step", "step")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    OLDEST_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
-    PER_STEP_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    epoch: Begun
+    total: int
+    ended: bool
+    wanted: int
     oldest: int
-    parts: _containers.RepeatedScalarFieldContainer[int]
-    per_step: int
-    step: int
-    def __init__(self, epoch: _Optional[_Union[Begun, _Mapping]] = ..., oldest: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., per_step: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    last: bool
+    unclear: bool
+    uses: _containers.RepeatedCompositeFieldContainer[Use]
+    number: int
+    def __init__(self, loader: _Optional[int] = ..., epoch: _Optional[int] = ..., total: _Optional[int] = ..., ended: bool = ..., wanted: _Optional[int] = ..., oldest: _Optional[int] = ..., last: bool = ..., unclear: bool = ..., uses: _Optional[_Iterable[_Union[Use, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
-class TakenOver(_message.Message):
-    __slots__ = ("epoch", "rank", "first", "count")
+class Use(_message.Message):
+    __slots__ = ("epoch", "place", "step", "samples")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    rank: int
-    first: int
-    count: int
-    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    place: int
+    step: int
+    samples: int
+    def __init__(self, epoch: _Optional[int] = ..., place: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class Drawn(_message.Message):
+    __slots__ = ("places",)
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.RepeatedCompositeFieldContainer[Use]
+    def __init__(self, places: _Optional[_Iterable[_Union[Use, _Mapping]]] = ...) -> None: ...
 
 class EpochPart(_message.Message):
     __slots__ = ("loader", "epoch", "taken", "done")

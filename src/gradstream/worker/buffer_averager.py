@@ -145,12 +145,16 @@ class BufferAverager:
             self._endpoint, worker, specs, step=step, last=last, silence_s=self._silence_s
         )
 
-    async def enter(self, worker: str) -> None:
-        """Copies all that a newcomer to users' own loops needs from this worker, but for its buffers: see `adopt`."""
-        await self._copy(worker, entry=True)
+    async def enter(self, worker: str) -> bool:
+        """Copies all that a newcomer to users' own loops needs from this worker, but for its buffers: see `adopt`.
 
-    async def _copy(self, worker: str, *, entry: bool = False) -> None:
-        """Copies another worker's model, except for its buffers."""
+        Returns:
+            Whether that worker's loop has made a step, so that it has it all.
+        """
+        return own_state.SESSION in await self._copy(worker, entry=True)
+
+    async def _copy(self, worker: str, *, entry: bool = False) -> Buffers:
+        """Copies another worker's model, except for its buffers, and returns what has come."""
         own = (await self._fixed()).buffers
         specs = [
             spec_of(name, array.shape, array.dtype)
@@ -168,6 +172,7 @@ class BufferAverager:
             silence_s=self._silence_s,
         )
         await self._runtime.compute(lambda _: load_fixed(self._model, copied.buffers), work=Work("copy"))
+        return copied.buffers
 
     async def _answer(self, step: int | None) -> OwnState:
         if self._kept is not None and self._kept[0] == step:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.snapshot import Carried, NodeSnapshots, SnapshotSource
 from gradstream.coordinator.client.member import Member
+from gradstream.errors import DeadlineError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.telemetry.events import Event, TransferEvent
 from gradstream.telemetry.meters import Transfer
 from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.replica import Replica
 
@@ -47,7 +50,7 @@ class ExchangeContext:
     init: Callable[[Vector], Awaitable[None]]
     is_lowest: Callable[[], bool]
     failed: Callable[[Exception], Awaitable[None]]
-    enter_loop: Callable[[str], Awaitable[None]] | None = None
+    enter_loop: Callable[[str], Awaitable[bool]] | None = None
     carried: Carried = field(default_factory=Carried)
 
     @property
@@ -100,6 +103,46 @@ class Exchange(ABC):
         """Ends the tasks that run beside the strategy. Idempotent."""
         if self._task is not None:
             self._task.cancel()
+
+    def _tell_loop(self) -> None:
+        """Lets a user's own loop hear who is there, where it does not hear that in rounds."""
+        member, loop = self._context.member, self._context.config.loop
+        if loop is None:
+            return
+        heard = 0
+
+        def tell(notice: v1.Notice) -> None:
+            nonlocal heard
+            since = {node.rank: node.since for node in notice.nodes if node.role == "worker"}
+            before = heard or notice.first_epoch
+            loop.members(sorted(since), notice.epoch, [rank for rank in since if since[rank] > before])
+            heard = notice.epoch
+
+        member.listen(tell)
+        tell(member.notice)
+
+    async def _enter_loop(self) -> None:
+        """Copies what a newcomer to users' own loops needs, from the worker that has been there for longest.
+
+        Raises:
+            PeerLostError: no worker is left that has it.
+            ConfigError: this script cannot begin where the others are.
+        """
+        context, name = self._context, self._context.runtime.node
+        assert context.enter_loop is not None
+        while True:
+            workers = [node for node in context.member.notice.nodes if node.role == "worker"]
+            elders = [node.name for node in sorted(workers, key=lambda node: (node.since, node.rank))]
+            elders = elders[: elders.index(name)] if name in elders else elders
+            if not elders:
+                raise PeerLostError(
+                    name, "has joined a run of which no worker is left; go on from its newest checkpoint"
+                )
+            for elder in elders:
+                with suppress(PeerLostError, DeadlineError):
+                    if await context.enter_loop(elder):
+                        return
+            await context.runtime.sleep(context.config.plan.job.deadlines.beat_s)
 
     def _keep_snapshots(self, source: SnapshotSource) -> None:
         """Writes this worker's part of every snapshot from now on."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
+from gradstream.data.dealing import Epoch, Place
 from gradstream.data.open_ledger import Left
-from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import ClosedError, InternalError
 from gradstream.memory import Vector
 from gradstream.model.base import Batch, usable
@@ -26,6 +26,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Report, Runtime
 from gradstream.telemetry.events import LogEvent
 from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, Result, SampleBatch
 from gradstream.worker.replica import Replica
 from gradstream.worker.schedule import ScheduleHooks
@@ -70,14 +71,8 @@ class EndingSource(Protocol):
         """Whether the run is over for a worker whose loop has ended. If not, the worker takes part in `next_round`."""
         ...
 
-    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Notes that a loop begins an epoch: see `Reassignment.begun`."""
-        ...
-
-    async def take_over(
-        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
-    ) -> Block | None:
-        """Minibatches that lost workers have left: see `Reassignment.take`."""
+    async def draw(self, request: v1.Draw) -> list[Place]:
+        """Which minibatches the loop takes next: see `WorkerRequests.draw`."""
         ...
 
     async def epoch_part(self, epoch: Epoch, taken: int, *, done: bool) -> bool:
@@ -195,6 +190,10 @@ class Loop(Protocol):
             entered: ranks of those that have come since the last call, to a run that had begun.
             in_step: the marks of the loops are equal.
         """
+        ...
+
+    def missed(self, rounds: int) -> None:
+        """Hears, before its first turn, how many rounds this newcomer has missed: its turns count from there."""
         ...
 
     def state(self) -> Mapping[str, np.ndarray[Any, Any]]:

@@ -317,7 +317,7 @@ class Replica(ABC):
         hooks = ScheduleHooks(
             gate=pausable_gate.enter,
             close=self._close,
-            skip=self._skip,
+            skip=self.skip_missed,
             done=self.step - context.first_step,
         )
         async with aclosing(schedule.refs(hooks)) as refs:
@@ -338,8 +338,8 @@ class Replica(ABC):
     def _missed(self) -> Sequence[BatchRef]:
         return self._context.schedule.missed(self.step - self._context.first_step, self.version)
 
-    def _skip(self) -> int:
-        """Skips the minibatches of rounds that this worker missed; returns their number."""
+    def skip_missed(self) -> int:
+        """Skips the minibatches of rounds that were made without this worker; returns their number."""
         missed = len(self._missed())
         self.step += missed
         self._context.batch_gate.skip(missed)

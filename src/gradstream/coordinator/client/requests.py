@@ -15,8 +15,8 @@ from gradstream.coordinator.presence_service import in_beats
 from gradstream.coordinator.progress import receipt_of, ref_of
 from gradstream.coordinator.relay import RunClock
 from gradstream.data.base import BatchRef
+from gradstream.data.dealing import Epoch, Place
 from gradstream.data.open_ledger import Left
-from gradstream.data.reassignment import Block, Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import DeadlineError, PeerLostError
 from gradstream.runtime.base import Runtime
@@ -202,11 +202,6 @@ class WorkerRequests:
 
     # ---- loops of the user's own ----------------------------------------------------------
 
-    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Reports that the loop begins an epoch of one of its loaders: see `Reassignment.begun`."""
-        begun = v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear)
-        self._reporter.report(v1.BeatReport(begun=begun), soon=False)
-
     async def ending(self, batches: int, samples: int, next_round: int, left: Left | None = None) -> bool:
         """Reports that this worker has no minibatches left, and returns whether the run is over for it.
 
@@ -227,20 +222,10 @@ class WorkerRequests:
             request.contributed.update(left.contributed)
         return (await self._call("ending", request, v1.Ended)).over
 
-    async def take_over(
-        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
-    ) -> Block | None:
-        """Asks for minibatches that lost workers have left: see `Reassignment.take`."""
-        request = v1.TakeOver(
-            epoch=v1.Begun(loader=epoch.loader, epoch=epoch.number, step=begin),
-            oldest=oldest,
-            parts=parts,
-            per_step=per_step,
-            step=step,
-        )
-        answer = await self._call("take_over", request, v1.TakenOver)
-        block = Block(Epoch(epoch.loader, answer.epoch), answer.rank, answer.first, answer.count)
-        return block if answer.count else None
+    async def draw(self, request: v1.Draw) -> list[Place]:
+        """Asks which minibatches this worker's loop takes next, and says what it does with those that it has."""
+        answer = await self._call("draw", request, v1.Drawn)
+        return [Place(Epoch(request.loader, one.epoch), one.place) for one in answer.places]
 
     async def epoch_part(self, epoch: Epoch, taken: int, *, done: bool) -> bool:
         """Reports how many minibatches this worker has taken of an epoch of which each worker reads its own part.

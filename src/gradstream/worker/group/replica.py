@@ -180,13 +180,9 @@ class GroupReplica(Replica):
         """Skips rounds that continued without this worker: the parameters that it received contain them."""
         if missed := self._missed():
             self._handed_out(missed)()
-            self._skip()
+            self.skip_missed()
             self.samples, self._ahead_samples = self.samples + self._ahead_samples, 0
             await self._context.on_boundary(self, missed)
-
-    def skip_missed(self) -> None:
-        """Begins after the rounds that were made before this worker came."""
-        self._skip()
 
     # ---- before the first round -----------------------------------------------------------
 

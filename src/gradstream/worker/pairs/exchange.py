@@ -292,9 +292,14 @@ class PeerExchange(Exchange):
 
     async def begin(self) -> None:
         """See `Exchange`: all make or read the same parameters; a late worker copies another's."""
-        context, replica = self._context, self.replica
+        context, replica, loop = self._context, self.replica, self._context.config.loop
+        self._tell_loop()
         if context.late:
+            if loop is not None:
+                await self._enter_loop()
             await self._copy_another()
+            if loop is not None:
+                loop.missed(replica.skip_missed())
             self._pairwise.absent(False)
         elif context.resume is not None:
             await self._restore()

@@ -166,6 +166,9 @@ class ServerExchange(Exchange):
     async def begin(self) -> None:
         """See `Exchange`: the worker of the lowest rank sends initial parameters to the shards; the others fetch."""
         context, replica = self._context, self.replica
+        self._tell_loop()
+        if context.late and context.config.loop is not None:
+            await self._enter_loop()
         if context.late and replica.stand_in is not None:
             member = context.member
             await member.heard(lambda: member.first_round is not None)
