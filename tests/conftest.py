@@ -56,8 +56,8 @@ LONG_S = 2.5
 """Tests whose cases take as long, or longer, are `long`."""
 SHARE_S = 3.0
 """Of a test whose cases take longer together, so many are `long` that the others take this long."""
-WHOLE = ("tests/front/test_docs.py",)
-"""Of the tests of these files no case is left out: each looks at another page."""
+WHOLE = ("tests/front/test_docs.py", "tests/front/test_imports.py")
+"""Of the tests of these files no case is left out: each looks at another page, or at all modules."""
 
 
 STARTER: list[Starter] = []

@@ -23,8 +23,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.session.division import own_part_of
 from gradstream.session.loaders import part_of
-from gradstream.session.loaders_part import LoaderPart
-from gradstream.session.streams import StreamEnds
+from gradstream.session.loaders_part import LoaderPart, StreamEnds
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,17 @@ from gradstream.model.built_module import Fixed, check_untied, named, unwrapped
 from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 
-if TYPE_CHECKING:
-    from gradstream.session.entry import SessionEntry
+
+class Entry(Protocol):
+    """What a newcomer has to know besides the model: see `SessionEntry`."""
+
+    def saved(self) -> Arrays:
+        """The state as arrays; {} before the first step."""
+        ...
+
+    def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Takes what `saved` of another worker has returned."""
+        ...
 
 
 class ParameterBinding(ABC):
@@ -32,7 +41,7 @@ class ParameterBinding(ABC):
 
     reduction: Reduction = "mean"
     layout: Layout
-    entry: SessionEntry | None = None
+    entry: Entry | None = None
     """The session's own state, which a newcomer needs too."""
 
     @abstractmethod

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from gradstream.data.open_ledger import Left
-from gradstream.errors import ClosedError, ConfigError, PeerLostError, UserCodeError
+from gradstream.errors import ClosedError, PeerLostError, UserCodeError
 from gradstream.model.buffers import Buffers
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
@@ -35,7 +35,7 @@ from gradstream.telemetry.events import LogEvent
 from gradstream.worker.loop import LoopContext, Round, Turn
 
 # ---- progress ----------------------------------------------------------------------------
-# Steps and samples of a training loop, in this run and before it was resumed.
+# Steps and samples of a training loop since the run began or was resumed.
 
 
 class LoopCounts:
@@ -98,95 +98,6 @@ class LoopCounts:
     def behind(self) -> tuple[int, int] | None:
         """See `Loop.behind`."""
         return (self._pending_samples, self._steps_whole) if self._counts_steps else None
-
-
-class ResumePoint:
-    """Where a resumed loop continues, and how many of the earlier iterations the script has skipped.
-
-    Args:
-        steps: steps that this worker made before the run was resumed; None in a new run.
-
-    Attributes:
-        skipped: iterations that the script has skipped.
-        asked: whether the script has asked where the run continues.
-        has_entered: this worker has come to a run that others had begun or resumed.
-        again: whether the loop goes once more through the last iteration before the run was resumed, whose step is in
-            the model already. See `Registered.again`.
-    """
-
-    def __init__(self, steps: int | None) -> None:
-        self.skipped = 0
-        self.asked = False
-        self.again = self.has_entered = False
-        self._steps = steps
-        self._entered = 0
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether the run was resumed from a checkpoint."""
-        return self._steps is not None
-
-    @property
-    def steps(self) -> int:
-        """Steps before the run was resumed."""
-        return self._steps or 0
-
-    def skip(self) -> bool:
-        """Counts an iteration; True if it was done before the run was resumed."""
-        self.asked = True
-        if self.skipped == self.first:
-            return False
-        self.skipped += 1
-        return True
-
-    def enter(self, steps: int, *, skips: bool) -> None:
-        """Goes on where the others are, which have made so many steps since the run began or was resumed.
-
-        Args:
-            steps: their number.
-            skips: the script skips them itself; else its loaders lead to where the others are.
-        """
-        self.has_entered = True
-        if skips:
-            self._entered = steps
-        else:
-            self.pass_by()
-
-    @property
-    def first(self) -> int:
-        """Number of iterations before the first one that the loop goes through."""
-        return self.steps - self.again + self._entered
-
-    def end_again(self) -> None:
-        """The iteration that the loop goes through once more is over."""
-        self.again = False
-        self.skipped = self.first
-
-    def pass_by(self) -> None:
-        """Skips nothing: the loop does not begin at its first step."""
-        self.asked, self.skipped = True, self.first
-
-    def next_step(self, batches: int) -> int | None:
-        """The number of the next step since the run was resumed, negative while the script skips.
-
-        Args:
-            batches: gradients submitted since then.
-
-        Returns:
-            None while it is unknown whether the script skips.
-        """
-        if self.steps and not batches and not self.skipped:
-            return None
-        return batches + (self.skipped - self.steps - self._entered if self.skipped else 0)
-
-    def check_asked(self) -> None:
-        """Raises ConfigError if a resumed script makes steps without asking where to continue."""
-        if self.steps and not self.asked:
-            raise ConfigError(
-                f"this run was resumed at step {self.steps}, but the script begins its loop at the first step: "
-                "take its minibatches from DataLoaders of session.shard, skip the iterations that are done (`if "
-                "session.skip(): continue` at the top of the loop), or begin the loop at session.step"
-            )
 
 
 # ---- bridge ------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import numpy as np
 from gradstream.checkpoint.own_state import SESSION
 from gradstream.errors import ConfigError
 from gradstream.model.buffers import Arrays
-from gradstream.session.bridge import LoopBridge, ResumePoint
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders_part import Takeover
-from gradstream.session.places import LoopPlaces
+from gradstream.session.places import LoopPlaces, ResumePoint
 from gradstream.session.registered import Registered
 from gradstream.session.roster import Roster
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 import threading
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -23,13 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gradstream.errors import ConfigError
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.places import LoaderPlace
 from gradstream.session.roster import Roster
-
-if TYPE_CHECKING:
-    from gradstream.session.deals import LoaderDeals
-    from gradstream.session.draws import LoaderDraws
-    from gradstream.session.places import LoaderPlace
-    from gradstream.session.streams import StreamEnds
 
 T = TypeVar("T")
 
@@ -47,6 +42,48 @@ def packed(batch: Any) -> Any:
         return array("q", batch)
     except (TypeError, OverflowError):
         return batch
+
+
+class Deals(Protocol):
+    """What says which minibatches of a loader this worker takes: see `LoaderDeals` and `LoaderDraws`."""
+
+    def saved(self) -> dict[str, Any]:
+        """What a newcomer has to know, as JSON."""
+        ...
+
+    def load(self, came: Mapping[str, Any]) -> None:
+        """Goes on, in a run that had begun, from what `saved` of another worker has returned."""
+        ...
+
+
+class DealsOfRounds(Deals, Protocol):
+    """What all workers know alike in rounds: see `LoaderDeals`."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the sampler has a length."""
+        ...
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """What is equal on workers that have dealt the same."""
+        ...
+
+    def has_round(self, number: int) -> bool:
+        """Whether the loop has taken a minibatch for this round."""
+        ...
+
+    def left(self) -> Counter[int]:
+        """By rank of a lost worker, its minibatches that are in no round, though the loop has ended."""
+        ...
+
+
+class Draws(Deals, Protocol):
+    """What this worker has asked for: see `LoaderDraws`."""
+
+    def report(self) -> None:
+        """Waits until the coordinator knows what the next step uses."""
+        ...
 
 
 class Takeover:
@@ -88,8 +125,8 @@ class Takeover:
         self.is_unclear: Callable[[], bool] = lambda: self.own_data
         self.is_last: Callable[[], bool] = lambda: False
         self.is_again: Callable[[], bool] = lambda: False
-        self.deals: dict[int, LoaderDeals] = {}
-        self.draws: dict[int, LoaderDraws] = {}
+        self.deals: dict[int, DealsOfRounds] = {}
+        self.draws: dict[int, Draws] = {}
         self._came: Mapping[int, Mapping[str, Any]] = {}
         self.bridge: LoopBridge | None = None
         self._num_loaders = self._num_questions = 0
@@ -109,7 +146,7 @@ class Takeover:
         self._num_loaders += 1
         return self._num_loaders - 1
 
-    def add(self, number: int, one: LoaderDeals | LoaderDraws) -> None:
+    def add(self, number: int, one: Deals) -> None:
         """Adds what deals out or draws the minibatches of the loader of this number."""
         if number in self._came:
             one.load(self._came[number])
@@ -125,7 +162,7 @@ class Takeover:
         return 1 + crc32(repr(places).encode())
 
     @property
-    def _loaders(self) -> dict[int, LoaderDeals | LoaderDraws]:
+    def _loaders(self) -> dict[int, Deals]:
         return {**self.deals, **self.draws}
 
     def saved(self) -> dict[int, dict[str, Any]]:
@@ -138,6 +175,37 @@ class Takeover:
         for number, one in self._loaders.items():
             if number in came:
                 one.load(came[number])
+
+
+class StreamEnds:
+    """The ends of the epochs of one session's streams.
+
+    Args:
+        bridge: returns what reaches the coordinator; None before the loop can make steps.
+        made: returns numbers that change with every step that the loop makes, or skips in a resumed run, and with
+            every backward.
+        present: returns the ranks of the workers that make the rounds, alike on all of them.
+
+    Attributes:
+        files_divided: the script has divided names of files.
+    """
+
+    def __init__(
+        self,
+        bridge: Callable[[], LoopBridge | None],
+        made: Callable[[], object],
+        present: Callable[[], Sequence[int]],
+    ) -> None:
+        self.bridge = bridge
+        self.made = made
+        self.present = present
+        self.files_divided = False
+        self._num_loaders = 0
+
+    def number(self) -> int:
+        """The number of a new loader, equal on all workers since their scripts make the same loaders."""
+        self._num_loaders += 1
+        return self._num_loaders - 1
 
 
 # ---- common order -----------------------------------------------------------------------

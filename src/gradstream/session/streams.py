@@ -10,7 +10,7 @@ Otherwise each worker reads all minibatches, and yields its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 
 from gradstream.data.dealing import Epoch
 from gradstream.errors import ConfigError, GradstreamError
-from gradstream.session.bridge import LoopBridge
 from gradstream.session.division import is_loading_pipeline, own_part_of, reads_own_files, without_splitters
-from gradstream.session.loaders_part import CommonRandomState, LoaderPart, length_of, made_of
+from gradstream.session.loaders_part import CommonRandomState, LoaderPart, StreamEnds, length_of, made_of
 from gradstream.untrusted import say
 from gradstream.worker.loop import LoopContext
 
@@ -32,37 +31,6 @@ from gradstream.worker.loop import LoopContext
 #
 # A worker tells nobody how far it is until it hears that another has used up its part. So a run whose parts are equally
 # long exchanges one message for each worker and epoch.
-
-
-class StreamEnds:
-    """The ends of the epochs of one session's streams.
-
-    Args:
-        bridge: returns what reaches the coordinator; None before the loop can make steps.
-        made: returns numbers that change with every step that the loop makes, or skips in a resumed run, and with
-            every backward.
-        present: returns the ranks of the workers that make the rounds, alike on all of them.
-
-    Attributes:
-        files_divided: the script has divided names of files.
-    """
-
-    def __init__(
-        self,
-        bridge: Callable[[], LoopBridge | None],
-        made: Callable[[], object],
-        present: Callable[[], Sequence[int]],
-    ) -> None:
-        self.bridge = bridge
-        self.made = made
-        self.present = present
-        self.files_divided = False
-        self._num_loaders = 0
-
-    def number(self) -> int:
-        """The number of a new loader, equal on all workers since their scripts make the same loaders."""
-        self._num_loaders += 1
-        return self._num_loaders - 1
 
 
 class EpochEnd:

@@ -36,18 +36,18 @@ from gradstream.run.placement import WorkerPlacement
 from gradstream.runtime.storage import DiskStorage
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
-from gradstream.session.bridge import LoopBridge, ResumePoint
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.entry import SessionEntry
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
 from gradstream.session.loaders import ShardedLoader, part_of
-from gradstream.session.loaders_part import Ahead, LoaderPart, Takeover
+from gradstream.session.loaders_part import Ahead, LoaderPart, StreamEnds, Takeover
 from gradstream.session.local import LocalArrays, LocalModule, LocalRound
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import around_each_step, as_list, take_over
-from gradstream.session.places import LoopPlaces
+from gradstream.session.places import LoopPlaces, ResumePoint
 from gradstream.session.registered import counts_ahead
 from gradstream.session.replica import OptimizerStates, ReplicaBinding
 from gradstream.session.roster import Roster
@@ -55,7 +55,7 @@ from gradstream.session.rules import STEPS, description_of, objection
 from gradstream.session.samples import BeforeForward, PassSamples, SampleCount, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
-from gradstream.session.streams import ShardedIterable, ShardedStream, StreamEnds
+from gradstream.session.streams import ShardedIterable, ShardedStream
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 from gradstream.traits import refuse
 from gradstream.untrusted import say

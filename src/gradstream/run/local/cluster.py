@@ -33,14 +33,15 @@ OF_SERVERS = "gradstream.run.shard", "gradstream.worker.server.exchange"
 """Modules of the nodes of a run with servers."""
 
 OF_PARTS = "gradstream.worker.parts", "gradstream.split.cut", "torch._dynamo"
-OF_LOOPS = "gradstream.session", "gradstream.session.node", "torch.utils.data", "torch._dynamo"
+OF_LOOPS = "torch.utils.data", "torch._dynamo"
 """Modules of the nodes of split models, and of scripts. torch imports the last of them, in 2 to 4 s, to work out
 shapes, and with the first optimizer that a process makes."""
 
 
 def modules_of(job: Job) -> tuple[str, ...]:
     """What the workers of a job need besides what all nodes need, and would each import by themselves."""
-    return (OF_PARTS if job.split > 1 else ()) + (OF_LOOPS if is_script(job) else ())
+    of_loops = (type(job.data).__module__, *OF_LOOPS) if is_script(job) else ()  # the session's
+    return (OF_PARTS if job.split > 1 else ()) + of_loops
 
 
 class Cluster(ABC):
