@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import InternalError
 from gradstream.job.job import Job
 from gradstream.model.buffers import Buffers
+from gradstream.report.progress_line import ProgressLine
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.loop import LoopContext, Round, Turn
@@ -48,7 +50,10 @@ class Scripted:
     behind = None
     left = None
     stays_out = False
-    mark = 0
+
+    @property
+    def mark(self) -> int:
+        return 0 if self.ended else 1
 
     def members(
         self, ranks: Sequence[int], number: int, entered: Sequence[int] = (), *, in_step: bool = True
@@ -223,6 +228,42 @@ def test_a_round_that_a_death_has_broken_is_made_again_once_by_the_others(second
 
     w = torch.from_numpy(run.parameters["w"])
     assert any(torch.allclose(w, by_hand(whole), rtol=1e-12, atol=0) for whole in range(21))
+
+
+@pytest.mark.parametrize("slow_s", [2.0, 12.0, 500.0])
+def test_the_others_wait_for_a_newcomer_for_a_while_and_say_so(slow_s: float) -> None:
+    """Its first gradient takes so long; after `join_s` it is lost alone, and the others make the round without it."""
+    model, _ = least_squares(64, 5, reduction="mean")
+    own, speeds = Own([[1] * 20] * 3), {"worker-1": 1.0}
+    config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)}, speeds=speeds)
+    limits, rule = dataclasses.replace(QUICK, join_s=20.0), gs.optim.SGD(lr=RATE)
+    job = Job(model, own, strategy="allreduce", optimizer=rule, workers=3, deadlines=limits)  # type: ignore[arg-type]
+
+    async def script(cluster: Any) -> None:
+        await kill_at("worker-1", 0.4)(cluster)
+        speeds["worker-1"] = 0.05 / slow_s
+        await cluster.restart("worker-1")
+
+    run = gs.simulate(job, config=config, script=script)
+    shown, lines = ProgressLine(), list[str]()
+    for event in run.events:
+        shown.update(event)
+        lines.append(shown.notice(event))
+    told = [event for event in run.events if event["event"] == "entering"]
+    left = [event for event in run.events if event["event"] == "left" and event["lost"]]
+    assert [event["node"] for event in told] == ["worker-1"] * (slow_s > 3)
+    assert any(line.startswith("the others wait for worker-1, for 20 s at most") for line in lines) == bool(
+        told
+    )
+    if slow_s < 20:
+        assert len(left) == 1
+        return
+    assert len(left) == 2
+    assert re.search(
+        r"did not compute a gradient within 20 s.* before session.wrap; .*join_s", left[1]["reason"]
+    )
+    assert left[1]["time_s"] < 0.5 + 20 + QUICK.lease_s + 0.5
+    assert run.summary["samples_accounted"] == 40
 
 
 # ---- stopped and resumed --------------------------------------------------------------------

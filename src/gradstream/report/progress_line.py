@@ -35,8 +35,14 @@ LOGGED_SHOWN = 4
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
 
-_TEXTS = {"phase": phase_text, "relay": relay_text}
-"""Events that other messages report, too, in the same words."""
+
+def entering_text(event: EventDict) -> str:
+    """An "entering" event in words."""
+    what = "it has called session.wrap, and its loop has not computed a gradient yet"
+    return f"the others wait for {event['node']}, for {event['limit_s']:g} s at most: {what}"
+
+
+_TEXTS = {"phase": phase_text, "relay": relay_text, "entering": entering_text}
 
 
 @dataclass(slots=True)
@@ -193,7 +199,7 @@ class ProgressLine:
 
     def _notice(self, event: EventDict) -> str:
         match event["event"]:
-            case "phase" | "relay" as kind:
+            case "phase" | "relay" | "entering" as kind:
                 return _TEXTS[kind](event)
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])

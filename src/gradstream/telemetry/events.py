@@ -73,6 +73,12 @@ GROUP = "group"
 """The name in `StepEvent.waited_for` for an exchange without servers: the worker cannot tell members apart."""
 
 
+class EnteringEvent(MemberEvent, name="entering"):
+    """The others wait for the first gradient of a newcomer's own loop (worker: the newcomer)."""
+
+    limit_s: float  # for which they wait, at most
+
+
 class AloneEvent(MemberEvent, name="alone"):
     """A worker that exchanges in pairs has gone through a round without its partner (worker)."""
 

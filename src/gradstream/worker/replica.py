@@ -248,6 +248,7 @@ class Replica(ABC):
     Attributes:
         samples: number of samples that the worker has gone through.
         evaluated: see `strategies.api.Worker`.
+        has_computed: whether the worker has computed a gradient.
     """
 
     def __init__(
@@ -264,6 +265,7 @@ class Replica(ABC):
         self.samples = 0
         self._ahead_samples = 0
         self._converged = False
+        self.has_computed = False
         self.evaluated = ""
         self.version = -1  # there are no parameters yet
         self._context = context
@@ -421,6 +423,7 @@ class Replica(ABC):
                 await free
             parameters, begun_ns = self.parameters, self._runtime.now()
             result = await differentiate(self._runtime, source, parameters, gradient)
+            self.has_computed = True
             if result.refused:
                 self._context.refusals.refuse(gradient, result.refused)
             else:

@@ -26,8 +26,9 @@ from gradstream.errors import (
 )
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, Storage, Work, awaited_later
+from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.strategies.base import GroupStrategy
-from gradstream.telemetry.events import Event, ExchangeEvent, GroupEvent, RehearsedEvent
+from gradstream.telemetry.events import EnteringEvent, Event, ExchangeEvent, GroupEvent, RehearsedEvent
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap, PartMap, part_map_of, part_of
 from gradstream.worker.assembly import Assembly
@@ -100,6 +101,9 @@ class FirstLook:
 
 
 # ---- group -------------------------------------------------------------------------------
+
+SAY_S = 3.0
+"""Seconds after which a newcomer for which the others wait is named."""
 
 NEW = 2
 """What a worker tells that has come late, and has not the state of the others' loops yet."""
@@ -187,6 +191,7 @@ class GroupExchange(Exchange):
             Vector
         ] = ()  # parameters and state of `version`, while those of the replica are incomplete
         self._attending: asyncio.Task[None] | None = None
+        self._beginning: asyncio.Task[None] | None = None
         self._is_new = (
             context.late and context.config.loop is not None
         )  # without the state of the others' loops
@@ -383,6 +388,22 @@ class GroupExchange(Exchange):
         if self._is_new and (loop := self._context.config.loop) is not None:
             self.replica.skip_missed()
             self._is_new = loop.stays_out
+            if not self._is_new:
+                runtime = self._context.runtime
+                begins = runtime.spawn(self._begin_in_time(), name=f"{runtime.node}-begins")
+                self._beginning = awaited_later(begins)
+
+    async def _begin_in_time(self) -> None:
+        """Names this newcomer while the others wait for its loop's first gradient, and gives up after `join_s`."""
+        runtime, limit_s = self._context.runtime, self._context.config.plan.job.deadlines.join_s
+        await runtime.sleep(min(SAY_S, limit_s))
+        if not self.replica.has_computed:
+            self._context.member.emit(EnteringEvent(limit_s=limit_s))
+        await runtime.sleep(max(0.0, limit_s - SAY_S))
+        if not self.replica.has_computed:
+            late = f"its loop did not compute a gradient within {limit_s:g} s after session.wrap, and the others waited"
+            hint = f"prepare the data before session.wrap; {to_wait_longer('join_s')}"
+            await self._context.failed(DeadlineError(runtime.node, f"{late}: {hint}"))
 
     def _like(self, vector: Vector) -> Vector:
         """Memory for a vector that this worker is to receive."""
@@ -450,8 +471,9 @@ class GroupExchange(Exchange):
     async def close(self) -> None:
         """See `Exchange`: leaves the group."""
         await super().close()
-        if self._attending is not None:
-            self._attending.cancel()
+        for task in (self._attending, self._beginning):
+            if task is not None:
+                task.cancel()
         await self._forming.close()
 
 
