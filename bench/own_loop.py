@@ -12,9 +12,9 @@ BEGUN_S ENDED_S STEP SAMPLES OWN": samples in the averaged gradient, and whether
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -26,7 +26,11 @@ from torch import nn
 
 REPLICAS, BATCH, SAMPLES, STEP_S = 3, 8, 4080, 0.02
 CHECKPOINT_S = 1.0  # of torchrun, which starts all workers again from a file
-SYSTEM, FOLDER = sys.argv[1], Path(sys.argv[2])
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("system")
+PARSER.add_argument("folder", type=Path)
+ASKED = PARSER.parse_args()
+SYSTEM, FOLDER = ASKED.system, ASKED.folder
 
 
 class Net(nn.Module):
