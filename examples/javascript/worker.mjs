@@ -52,7 +52,7 @@ const facts = {
 const run = await enrol(address, { ...given, machine: given.name, facts });
 const { plain, strategy, optimizer, resume } = run.spec, { deadlines, chunk_elems } = plain, { lr } = optimizer.fields;
 const unit = [plain.batch_size].flat().reduce(function gcd(a, b) { return b ? gcd(b, a % b) : a; });
-const can = { push_every: 1, fetch_every: 1, overlap: false, warm_start: 0, significance: 0 };
+const can = { push_every: 1, fetch_every: 1, overlap: false, significance: 0 };
 const cannot = Object.keys(can).filter((key) => strategy.fields[key] !== can[key]);
 cannot.push(...["codec", "shares", "assignment", "clip_norm", "clip_value"].filter((key) => plain[key] !== null));
 if (!strategy.class.endsWith(":Downpour")) cannot.push(strategy.class);

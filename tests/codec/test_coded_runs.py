@@ -262,13 +262,6 @@ def test_a_codec_of_a_phase_travels_too() -> None:
     assert [phase.codec for phase in again.phases] == [C.DGC(0.1), "int8"]
 
 
-def test_a_loop_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind its gradients are numbers that must arrive as they are."""
-    monkeypatch.setattr("gradstream.job.traits.is_open_ended", lambda job: True)
-    with pytest.raises(ConfigError, match="a training loop of your own sends other numbers"):
-        linear(workers=2, codec="int8")
-
-
 @pytest.mark.parametrize("strategy", ["synchronous", "diloco"])
 def test_parts_of_a_split_model_encode_what_they_push(strategy: str) -> None:
     rng = np.random.default_rng(0)

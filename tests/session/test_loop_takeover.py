@@ -31,7 +31,7 @@ from gradstream.coordinator.own_loops import OwnLoops
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.base import BatchRef
-from gradstream.data.dealing import Epoch, Place
+from gradstream.data.dealing import Epoch, LoopBatch
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.job.files import load_job
 from gradstream.server.aggregation import EveryPush, PushHeader
@@ -73,7 +73,7 @@ class Loop:
     ) -> None:
         self.ledger, self.rank, self.sizes, self.per_step = ledger, rank, sizes, per_step
         self.reach, self.waits = reach, waits
-        self.steps: list[list[Place]] = []
+        self.steps: list[list[LoopBatch]] = []
         self.heard = self.asked = 0  # of its steps, how many have receipts; questions
         self.ended = self.is_blocked = self.is_lost = False
         self._script = self._run()
@@ -95,7 +95,7 @@ class Loop:
         self.ledger.ended(self.rank, len(self.steps), 0, len(self.steps))
 
     def _epoch(self, epoch: Epoch) -> Iterator[bool]:
-        dealing, (said, total), taken = self.ledger.dealing, self.sizes[epoch.number], list[Place]()
+        dealing, (said, total), taken = self.ledger.dealing, self.sizes[epoch.number], list[LoopBatch]()
         oldest, last = max(0, epoch.number - self.reach), self.waits and epoch.number == len(self.sizes) - 1
         while True:
             self.asked += 1
@@ -169,7 +169,7 @@ def test_each_minibatch_is_in_the_model_once_or_told_as_missing(
     assert all(loop.ended for loop in living.values()) and ledger.finished
     everybody = [*dead, *living.values()]
     done = Counter(place for loop in everybody for step in loop.steps[: loop.heard] for place in step)
-    planned = {Place(Epoch(0, epoch), k) for epoch, (_, total) in enumerate(sizes) for k in range(total)}
+    planned = {LoopBatch(Epoch(0, epoch), k) for epoch, (_, total) in enumerate(sizes) for k in range(total)}
     assert set(done) <= planned and set(done.values()) <= {1}
     missing = [loss.missing for loss in ledger.losses()]
     if dead and None not in missing:
@@ -189,7 +189,7 @@ def test_a_resumed_run_goes_through_what_was_left(
     before: int, after: int, drawn: list[tuple[int, int]], per_step: int, actions: list[tuple[int, int]]
 ) -> None:
     """At a checkpoint all steps that were made are in the model; then there are as many or other workers."""
-    sizes, done = [(said, max(1, said + more)) for said, more in drawn], Counter[Place]()
+    sizes, done = [(said, max(1, said + more)) for said, more in drawn], Counter[LoopBatch]()
     ledgers = OpenLedger(before, rounds=False), OpenLedger(after, rounds=False)
     for ledger, workers in zip(ledgers, (before, after), strict=True):
         make = partial(Loop, ledger, sizes=sizes, per_step=per_step, reach=3, waits=False)
@@ -207,7 +207,7 @@ def test_a_resumed_run_goes_through_what_was_left(
         done.update(place for loop in loops for step in loop.steps[: loop.heard] for place in step)
         if ledger is ledgers[0]:
             ledgers[1].dealing.load(json.loads(json.dumps(ledger.dealing.saved())))
-    planned = {Place(Epoch(0, epoch), k) for epoch, (_, total) in enumerate(sizes) for k in range(total)}
+    planned = {LoopBatch(Epoch(0, epoch), k) for epoch, (_, total) in enumerate(sizes) for k in range(total)}
     assert set(done.values()) <= {1} and set(done) <= planned
     if not any(more > 0 for _, more in drawn):
         assert set(done) == planned
@@ -229,7 +229,7 @@ def dealt(ledger: OpenLedger, rank: int, number: int, wanted: int = 9, total: in
 def test_workers_get_equal_parts_and_what_a_lost_one_has_left() -> None:
     ledger = OpenLedger(2, rounds=False)
     assert dealt(ledger, 1, 1, 2) == [1, 3]
-    ledger.dealing.use(1, Place(Epoch(0, 0), 1), 0, 4)
+    ledger.dealing.use(1, LoopBatch(Epoch(0, 0), 1), 0, 4)
     ledger.receipt(BatchRef(0, 1, 0), 1)
     assert dealt(ledger, 0, 1, 4) == [0, 2, 4, 6]
     ledger.lost(1)
@@ -239,7 +239,7 @@ def test_workers_get_equal_parts_and_what_a_lost_one_has_left() -> None:
     assert dealt(ledger, 0, 3) == []
     assert [(loss.steps, loss.missing) for loss in ledger.losses()] == [(1, 3)]  # without receipts
     for step, number in enumerate([0, 2, 4, 6, 3, 5, 7]):
-        ledger.dealing.use(0, Place(Epoch(0, 0), number), step, 4)
+        ledger.dealing.use(0, LoopBatch(Epoch(0, 0), number), step, 4)
         ledger.receipt(BatchRef(0, 0, step), 0)
     assert [(loss.steps, loss.missing) for loss in ledger.losses()] == [(1, 0)]
     assert ledger.reassigned(0) == 3
@@ -258,7 +258,7 @@ def test_what_shards_may_have_is_dealt_when_they_have_told() -> None:
     """A worker that was stopped before it died has pushed more than it could report."""
     ledger = OpenLedger(2, rounds=False, reports=True)
     for step, number in enumerate(dealt(ledger, 1, 1, 4)):
-        ledger.dealing.use(1, Place(Epoch(0, 0), number), step, 1)
+        ledger.dealing.use(1, LoopBatch(Epoch(0, 0), number), step, 1)
     ledger.lost(1)
     assert dealt(ledger, 0, 1, 5) == [0, 2, 4, 6, 8]
     assert ledger.dealing.waits(0, Epoch(0, 0), 0)
@@ -272,7 +272,7 @@ def test_what_shards_may_have_is_dealt_when_they_have_told() -> None:
 def test_a_loop_that_breaks_off_leaves_nothing_to_others() -> None:
     ledger = OpenLedger(2, rounds=False)
     first, *_ = dealt(ledger, 1, 1, 3)
-    ledger.dealing.drop(1, Place(Epoch(0, 0), first))
+    ledger.dealing.drop(1, LoopBatch(Epoch(0, 0), first))
     ledger.ended(1, 0, 0, 0)
     assert dealt(ledger, 0, 1)[:4] == [0, 2, 4, 6]
     assert ledger.losses() == []
@@ -284,7 +284,7 @@ def test_what_cannot_be_told_is_unknown(planted: str) -> None:
     if planted != "nothing dealt":
         dealt(ledger, 0, 1)
     if planted == "unclear":
-        ledger.dealing.use(1, Place(Epoch(0, 0), dealt(ledger, 1, 1)[0]), 0, 1)
+        ledger.dealing.use(1, LoopBatch(Epoch(0, 0), dealt(ledger, 1, 1)[0]), 0, 1)
         ledger.dealing.is_unclear(1)
     ledger.receipt(BatchRef(0, 1, 0), 1)
     ledger.lost(1)
@@ -373,12 +373,12 @@ class Reached:
     def result(self, asked: Any) -> Any:
         return asked
 
-    async def draw(self, request: v1.Draw) -> list[Place]:
+    async def draw(self, request: v1.Draw) -> tuple[list[LoopBatch], int]:
         loops, worker = self.loops
         loops.on_request(worker, request, 0.0)
         answer = loops.answer(worker, request, 0.0)
         assert isinstance(answer, v1.Drawn)
-        return [Place(Epoch(request.loader, one.epoch), one.place) for one in answer.places]
+        return [LoopBatch(Epoch(request.loader, one.epoch), one.place) for one in answer.places], answer.rest
 
     def step(self) -> None:
         self.takeover.report()
@@ -430,6 +430,34 @@ def test_a_loader_gives_what_a_lost_worker_had_left(
         else:  # the lost worker has never begun, so this one has taken over its part of the first epoch too
             assert seen == dict.fromkeys(wanted, epoch + 1)
     assert [loss.missing for loss in reached.ledger.losses()] == [0]
+
+
+def test_a_newcomer_knows_how_many_minibatches_it_gets() -> None:
+    """So that a loop that accumulates makes a step with its last ones: `i + 1 == len(loader)`."""
+    reached = Reached()
+    assert len(dealt(reached.ledger, 1, 1, 3, 12)) == 3
+    reached.ledger.lost(0)
+    reached.ledger.come(0)
+    loader, lengths = reached.loader(DataLoader(numbers(24), 2)), list[int]()
+    for _ in loader:
+        lengths.append(len(loader))
+        reached.step()
+    assert lengths[-1] == len(lengths) < 12
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_what_a_resumed_loop_uses_in_a_step_that_changes_nothing_comes_again(processes: int) -> None:
+    reached, again = Reached(), [True]
+    reached.takeover.is_again = lambda: again[0]
+    loader = reached.loader(DataLoader(numbers(24), 2, num_workers=processes))
+    used = list[int]()
+    for number, batch in enumerate(loader, 1):
+        if not again[0]:
+            used += [int(one) for one in batch]
+            reached.step()
+        again[0] = again[0] and number < 2  # two minibatches are behind the step
+    reached.step()
+    assert sorted(used) == [4 * number + more for number in range(6) for more in (0, 1)]
 
 
 def test_a_validation_draws_nothing() -> None:

@@ -116,7 +116,7 @@ def _event_seeds() -> list[bytes]:
     }
     found = []
     for cls in vars(kinds).values():
-        if isinstance(cls, type) and issubclass(cls, kinds.Event) and cls is not kinds.Event:
+        if isinstance(cls, type) and issubclass(cls, kinds.Event) and cls.name:
             values = {
                 one.name: given[str(one.type).replace('"', "'").removesuffix(" | None")]
                 for one in dataclasses.fields(cls)

@@ -33,7 +33,7 @@ from gradstream.checkpoint.manifest import Evaluated, JobPhase
 from gradstream.coordinator.lost_work import LostPush, Orphans, Redo
 from gradstream.coordinator.snapshot_rounds import Snapshot
 from gradstream.data.base import BatchRef, DataProgress
-from gradstream.data.dealing import Epoch, Lease, Place, Pool
+from gradstream.data.dealing import Epoch, Lease, LoopBatch, Pool
 from gradstream.data.leases import AssignableBatches
 from gradstream.data.ledger import EpochCounts
 from gradstream.data.open_ledger import LoopSequence
@@ -310,10 +310,10 @@ _RECORDS: Mapping[str, type] = {
         Evaluated,
         JobPhase,
         Lease,
+        LoopBatch,
         LoopSequence,
         LostPush,
         Orphans,
-        Place,
         Placement,
         Pool,
         Redo,

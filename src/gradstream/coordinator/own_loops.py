@@ -12,7 +12,7 @@ from typing_extensions import override
 from gradstream.coordinator.lead import Instruction, Lead, Lost, Refuse, impossible
 from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.progress import MAX_COUNT
-from gradstream.data.dealing import MOST_IN_HAND, Epoch, Place
+from gradstream.data.dealing import MOST_IN_HAND, Epoch, LoopBatch
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import Left, OpenLedger
 from gradstream.wire import v1
@@ -77,7 +77,7 @@ class OwnLoops(Lead):
         if request.unclear:
             dealing.is_unclear(rank)
         for use in request.uses:
-            place = Place(Epoch(request.loader, use.epoch), use.place)
+            place = LoopBatch(Epoch(request.loader, use.epoch), use.place)
             if use.HasField("step"):
                 dealing.use(rank, place, use.step, use.samples)
             else:
@@ -105,7 +105,8 @@ class OwnLoops(Lead):
         waits = request.last and not places and ledger.dealing.waits(node.rank, epoch, request.oldest)
         if waits and not self._life.over:
             return None
-        return v1.Drawn(places=[v1.Use(epoch=one.epoch.number, place=one.number) for one in places])
+        uses = [v1.Use(epoch=one.epoch.number, place=one.number) for one in places]
+        return v1.Drawn(places=uses, rest=ledger.dealing.rest(node.rank, epoch))
 
 
 class EpochParts(Lead):

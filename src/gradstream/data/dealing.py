@@ -37,7 +37,7 @@ class Epoch(NamedTuple):
     number: int
 
 
-class Place(NamedTuple):
+class LoopBatch(NamedTuple):
     """A minibatch: its index in the order of one process; where each is split, the index of one of the pieces."""
 
     epoch: Epoch
@@ -156,7 +156,7 @@ class Lease:
     samples: int = 0
 
 
-Leases = dict[Place, Lease]
+Leases = dict[LoopBatch, Lease]
 
 
 class Dealing:
@@ -189,21 +189,21 @@ class Dealing:
         self._users: set[int] = set()  # workers that have used a place
         self._waiting: set[int] = set()
         self._answers: dict[
-            tuple[int, int], tuple[int, Sequence[Place]]
+            tuple[int, int], tuple[int, Sequence[LoopBatch]]
         ] = {}  # the last ones, by worker and loader
         self.num_taken = 0
         self.samples: Counter[int] = Counter()
 
     # ---- what a worker says -------------------------------------------------------------
 
-    def use(self, rank: int, place: Place, step: int, samples: int) -> None:
+    def use(self, rank: int, place: LoopBatch, step: int, samples: int) -> None:
         """Notes with which step a worker uses a place that it has."""
         lease = self._hands[rank].get(place)
         if lease is not None:
             lease.step, lease.samples = step, samples
             self._users.add(rank)
 
-    def drop(self, rank: int, place: Place) -> None:
+    def drop(self, rank: int, place: LoopBatch) -> None:
         """Notes that a worker's loop does not use a place. Others get it only if they were to compute it anyway."""
         lease = self._hands[rank].pop(place, None)
         if lease is not None and lease.had is not None:
@@ -224,7 +224,7 @@ class Dealing:
 
     def deal(
         self, rank: int, asked: tuple[int, int], epoch: Epoch, total: int, oldest: int
-    ) -> Sequence[Place]:
+    ) -> Sequence[LoopBatch]:
         """Deals places to a worker.
 
         Args:
@@ -242,7 +242,7 @@ class Dealing:
         number, wanted = asked
         if (earlier := self._answers.get((rank, epoch.loader), (0, ())))[0] == number:
             return earlier[1]
-        places: list[Place] = []
+        places: list[LoopBatch] = []
         while len(places) < wanted and len(self._hands[rank]) < MOST_IN_HAND:
             if (found := self._find(rank, epoch, total, oldest)) is None:
                 break
@@ -253,18 +253,23 @@ class Dealing:
             self._answers[rank, epoch.loader] = number, tuple(places)
         return places
 
-    def _find(self, rank: int, epoch: Epoch, total: int, oldest: int) -> tuple[Place, int | None] | None:
+    def rest(self, rank: int, epoch: Epoch) -> int:
+        """Places of its own part of an epoch for which a worker may still ask."""
+        pool = self._pools.get(epoch)
+        return 0 if pool is None else _length(pool.parts.get(rank, ()))
+
+    def _find(self, rank: int, epoch: Epoch, total: int, oldest: int) -> tuple[LoopBatch, int | None] | None:
         pool = self._pool(epoch, total)
         if not pool.parts:
             pool.divide(sorted(self._ranks))
         if rank not in pool.parts:
             pool.join(rank)
         if (index := pool.fresh(rank)) is not None:
-            return Place(epoch, index), None
+            return LoopBatch(epoch, index), None
         for number in range(max(oldest, epoch.number - MOST_POOLS), epoch.number + 1):
             one = Epoch(epoch.loader, number)
             if one in self._pools and (further := self._pools[one].further()) is not None:
-                return Place(one, further[0]), None if further[1] == NOBODY else further[1]
+                return LoopBatch(one, further[0]), None if further[1] == NOBODY else further[1]
         return None
 
     def _pool(self, epoch: Epoch, total: int) -> Pool:
@@ -391,6 +396,6 @@ class Dealing:
         self.num_taken += lease.had is not None
         return True
 
-    def _free(self, place: Place, had: int) -> None:
+    def _free(self, place: LoopBatch, had: int) -> None:
         if place.epoch in self._pools:
             self._pools[place.epoch].free.append((place.number, had))

@@ -320,7 +320,7 @@ class OpenLedger:
                 rank,
                 sequence.num_steps,
                 self.dealing.missing(rank, sequence.num_steps),
-                is_exact=not self._rounds,
+                is_exact=not (self._rounds or sequence.returned),
             )
             for rank, sequence in ranked
             if sequence.returned or (sequence.lost and not sequence.is_through)

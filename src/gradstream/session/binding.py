@@ -24,7 +24,7 @@ from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 
 
-class Entry(Protocol):
+class EntryState(Protocol):
     """What a newcomer has to know besides the model: see `SessionEntry`."""
 
     def saved(self) -> Arrays:
@@ -41,7 +41,7 @@ class ParameterBinding(ABC):
 
     reduction: Reduction = "mean"
     layout: Layout
-    entry: Entry | None = None
+    entry: EntryState | None = None
     """The session's own state, which a newcomer needs too."""
 
     @abstractmethod

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from gradstream.data.dealing import Place
+from gradstream.data.dealing import LoopBatch
 from gradstream.errors import ConfigError
 from gradstream.session.loaders_part import Dealt, Takeover, packed
 from gradstream.session.places import LoaderPlace
 from gradstream.wire import v1
+from gradstream.worker.loop import LoopContext
 
 MOST_ORDERS = 4
 """Epochs whose minibatches (as indices) are kept: a lost worker may have been some epochs behind."""
@@ -96,11 +97,11 @@ class LoaderDraws:
         self._num_begun = self._over = 0  # iterations: of this loop; that were over when this worker came
         self._begun: object = None  # what the loop had made when the iteration began
         self._num_drawn = 0
-        self._repeats = False  # the first minibatch is one whose step is in the model already
-        self._granted = deque[Place]()
-        self._drawn = deque[tuple[Place | None, int | None]]()  # that the loop has not taken
+        self._granted = deque[LoopBatch]()
+        self._drawn = deque[tuple[LoopBatch | None, int | None]]()  # that the loop has not taken
         self._uses: list[v1.Use] = []  # that the coordinator does not know yet
-        self._asked: Future[list[Place]] | None = None
+        self._rest = 0  # further minibatches of this worker's own part, by the last answer
+        self._asked: Future[tuple[list[LoopBatch], int]] | None = None
         self._is_ended = False  # the epoch's number of minibatches is known
         self._is_dealt = False  # the iteration draws its minibatches
 
@@ -126,10 +127,6 @@ class LoaderDraws:
                 "session.shard: under this strategy minibatches go to who asks, so a loader's state does not say which "
                 "are done. Leave load_state_dict out: the loaders of a resumed run begin where it was"
             )
-        resumed = None if self._place is None else self._place.resumed
-        self._repeats = (
-            resumed is not None and self._takeover.is_again() and self._num_begun == resumed["over"] + 1
-        )
         while len(self._orders) >= MOST_ORDERS:
             del self._orders[next(iter(self._orders))]
         self._orders.pop(number, None)
@@ -147,10 +144,6 @@ class LoaderDraws:
         if not self._is_dealt:
             return None
         order = self._orders[self._epoch]
-        if self._repeats:
-            self._repeats = False
-            self._drawn.append((None, 0))
-            return order.get(0), 0
         if self._num_begun > self._over:
             self._fill()
         if not self._granted:
@@ -172,6 +165,9 @@ class LoaderDraws:
         """The loop takes the next minibatch that was drawn, for its next step."""
         place, samples = self._drawn.popleft() if self._is_dealt else (None, 0)
         if place is None:
+            return
+        if self._takeover.is_again():  # this step changes nothing, so the minibatch comes again
+            self._granted.append(place)
             return
         step = self._takeover.steps()
         self._takeover.own_data |= step is None
@@ -198,7 +194,10 @@ class LoaderDraws:
         """Number of this worker's minibatches out of so many of one process."""
         ranks = self._takeover.roster.now
         first = ranks.index(self._takeover.rank) if self._takeover.rank in ranks else 0
-        return max(self._num_drawn, len(range(first, total * self._pieces, len(ranks))))
+        if self._num_drawn:  # in an iteration, of which a newcomer gets a part
+            self.report()
+            return self._num_drawn + len(self._granted) + self._rest
+        return len(range(first, total * self._pieces, len(ranks)))
 
     def rest(self, total: int) -> int:
         """Of `count`, those that the loop has not taken yet."""
@@ -209,9 +208,10 @@ class LoaderDraws:
         asked, self._asked = self._asked, None
         bridge = self._takeover.bridge
         if asked is not None and bridge is not None:
-            self._granted.extend(place for place in bridge.result(asked) if self._has(place))
+            places, self._rest = bridge.result(asked)
+            self._granted.extend(place for place in places if self._has(place))
 
-    def _batch(self, place: Place) -> Dealt:
+    def _batch(self, place: LoopBatch) -> Dealt:
         """The minibatch of a place, or the piece of one, and its number of samples."""
         batch = self._orders[place.epoch.number].get(place.number // self._pieces)
         if self._pieces > 1:
@@ -230,13 +230,14 @@ class LoaderDraws:
             waits = self._takeover.is_last() and not self._drawn
             self._ask(1, last=waits)
             assert self._asked is not None
-            places = self._takeover.bridge.result(self._asked) if self._takeover.bridge is not None else []
+            assert self._takeover.bridge is not None
+            places, self._rest = self._takeover.bridge.result(self._asked)
             self._asked = None
             self._granted.extend(place for place in places if self._has(place))
             if not places:
                 return
 
-    def _has(self, place: Place) -> bool:
+    def _has(self, place: LoopBatch) -> bool:
         """Whether there is a minibatch of this place. An epoch may have fewer than its sampler says."""
         order = self._orders[place.epoch.number]
         if order.get(place.number // self._pieces) is not None:
@@ -290,6 +291,5 @@ class LoaderDraws:
         return () if bridge is None else (bridge.counts.batches, bridge.counts.steps)
 
 
-async def _draw(request: v1.Draw, context: Any) -> list[Place]:
-    places: list[Place] = await context.endings.draw(request)
-    return places
+async def _draw(request: v1.Draw, context: LoopContext) -> tuple[list[LoopBatch], int]:
+    return await context.endings.draw(request)

@@ -106,7 +106,7 @@ class ResumePoint:
             )
 
 
-class Deals(Protocol):
+class RestingDeals(Protocol):
     """Deals out the minibatches of a loader, and knows which are in no round."""
 
     def resting(self, over: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class LoaderPlace:
     early: int = 0
     columns: int = 1
     any_size: bool = False
-    deals: Deals | None = None
+    deals: RestingDeals | None = None
     trains: bool = False
     ended: bool = False
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.telemetry import events
-from gradstream.telemetry.events import MAX_FLOAT, Event, MemberEvent
+from gradstream.telemetry.events import MAX_FLOAT, Event
 from gradstream.untrusted.files import DocumentError, open_regular, parse_json
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import say
@@ -47,7 +47,7 @@ def _classes() -> Mapping[str, type[Event]]:
     records = [
         entry for entry in vars(events).values() if isinstance(entry, type) and issubclass(entry, Event)
     ]
-    return {record.name: record for record in records if record is not MemberEvent}
+    return {record.name: record for record in records if record.name}
 
 
 def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | None = None) -> dict[str, Any]:

@@ -26,11 +26,11 @@ class Event:
         from_members: workers and shards report it; all others come from the coordinator or the launcher.
     """
 
-    name: ClassVar[str] = "event"
+    name: ClassVar[str] = ""  # of a base of others
     from_members: ClassVar[bool] = False
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def __init_subclass__(cls, *, name: str = "event") -> None:
+    def __init_subclass__(cls, *, name: str = "") -> None:
         cls.name = name
         dataclass(frozen=True, kw_only=True)(cls)
 

@@ -1325,10 +1325,12 @@ class Use(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., place: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class Drawn(_message.Message):
-    __slots__ = ("places",)
+    __slots__ = ("places", "rest")
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
     places: _containers.RepeatedCompositeFieldContainer[Use]
-    def __init__(self, places: _Optional[_Iterable[_Union[Use, _Mapping]]] = ...) -> None: ...
+    rest: int
+    def __init__(self, places: _Optional[_Iterable[_Union[Use, _Mapping]]] = ..., rest: _Optional[int] = ...) -> None: ...
 
 class EpochPart(_message.Message):
     __slots__ = ("loader", "epoch", "taken", "done")

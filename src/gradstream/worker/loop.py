@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.data.dealing import Epoch, Place
+from gradstream.data.dealing import Epoch, LoopBatch
 from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, InternalError
 from gradstream.memory import Vector
@@ -71,7 +71,7 @@ class EndingSource(Protocol):
         """Whether the run is over for a worker whose loop has ended. If not, the worker takes part in `next_round`."""
         ...
 
-    async def draw(self, request: v1.Draw) -> list[Place]:
+    async def draw(self, request: v1.Draw) -> tuple[list[LoopBatch], int]:
         """Which minibatches the loop takes next: see `WorkerRequests.draw`."""
         ...
 

@@ -15,7 +15,7 @@ from gradstream.coordinator.presence_service import in_beats
 from gradstream.coordinator.progress import receipt_of, ref_of
 from gradstream.coordinator.relay import RunClock
 from gradstream.data.base import BatchRef
-from gradstream.data.dealing import Epoch, Place
+from gradstream.data.dealing import Epoch, LoopBatch
 from gradstream.data.open_ledger import Left
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import DeadlineError, PeerLostError
@@ -222,10 +222,14 @@ class WorkerRequests:
             request.contributed.update(left.contributed)
         return (await self._call("ending", request, v1.Ended)).over
 
-    async def draw(self, request: v1.Draw) -> list[Place]:
-        """Asks which minibatches this worker's loop takes next, and says what it does with those that it has."""
+    async def draw(self, request: v1.Draw) -> tuple[list[LoopBatch], int]:
+        """Asks which minibatches this worker's loop takes next, and says what it does with those that it has.
+
+        Returns:
+            (the minibatches, how many more are in its own part of the epoch).
+        """
         answer = await self._call("draw", request, v1.Drawn)
-        return [Place(Epoch(request.loader, one.epoch), one.place) for one in answer.places]
+        return [LoopBatch(Epoch(request.loader, one.epoch), one.place) for one in answer.places], answer.rest
 
     async def epoch_part(self, epoch: Epoch, taken: int, *, done: bool) -> bool:
         """Reports how many minibatches this worker has taken of an epoch of which each worker reads its own part.
