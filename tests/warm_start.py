@@ -44,8 +44,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNET = 0x40000000
 MOST_BYTES = 1 << 17
 FLAGS = ("-u", "-P")
-MOST_KEPT, HIGHEST = 4, 512
-"""File descriptors that a command may keep besides the first three, and the least number of those in transit."""
+MOST_KEPT = 4
+"""File descriptors that a command may keep besides the first three."""
 FORKSERVER = "gradstream.run.local.forkserver"
 COMMON = (
     "gradstream.run.placement", "gradstream.run.remote.join_service", "gradstream.cli.options",
@@ -243,11 +243,13 @@ def next_order(connection: socket.socket) -> Order:
 
 def take(fds: list[int], numbers: list[int]) -> None:
     """Gives file descriptors their numbers, and closes all others."""
-    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, HIGHEST) for fd in fds]
-    os.closerange(0, HIGHEST)
+    beyond = 1 + max(*fds, *numbers)  # a test that has many files open gives high numbers
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, beyond) for fd in fds]
+    os.closerange(0, beyond)
     for fd, number in zip(above, numbers, strict=True):
         os.dup2(fd, number)
-    os.closerange(HIGHEST, 2 * HIGHEST)
+    for fd in above:
+        os.close(fd)
 
 
 def begin(order: Order, environment: dict[str, str]) -> socket.socket | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import os
 import resource
@@ -350,3 +351,15 @@ def test_a_limit_of_open_files_is_raised_or_named(limit: Callable[[int, int], li
     asked = limit(resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     resources.allow_open_files(1 << 20)
     assert asked == []
+
+
+def test_a_command_gets_the_files_of_high_numbers_that_it_is_to_keep() -> None:
+    """Also where a process of these tests starts it by a fork."""
+    read, write = os.pipe()
+    high = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 700)
+    os.close(write)
+    code = "import os, sys; os.write(int(sys.argv[1]), b'here')"
+    subprocess.run([sys.executable, "-c", code, str(high)], pass_fds=[high], check=True, timeout=60)
+    os.close(high)
+    with os.fdopen(read, "rb") as found:
+        assert found.read() == b"here"
