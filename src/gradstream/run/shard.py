@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.relay import RunClock
+from gradstream.job.losses import losses_of
 from gradstream.job.overrides import optimizer_of_text
 from gradstream.job.plan import RunPlan
 from gradstream.model.base import Model
@@ -64,6 +65,7 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         quorum=strategy.quorum(plan.workers),
         correction=strategy.correction(),
         workers=plan.workers,
+        grows=losses_of(plan).grows,
         acknowledge=plan.job.acknowledge,
         retry_s=plan.job.deadlines.retry_s,
         in_passes=strategy.in_passes,

@@ -39,7 +39,8 @@ class ShardConfig:
             chunk.
         schedule: decides when the shard's events happen: as they come, or as they were recorded.
         correction: changes a push before the shard uses it; None for no change.
-        workers: number of workers, whose clocks the shard keeps.
+        workers: number of workers at the beginning, whose clocks the shard keeps.
+        grows: whether more workers may come.
         acknowledge: when the shard acknowledges a push: "applied", or once a backup has the result, "logged" in a
             file or "replicated" on the next shard.
         retry_s: how long a full disk, or the shard that keeps the backup, is waited for, in seconds.
@@ -66,6 +67,7 @@ class ShardConfig:
     schedule: EventSchedule = field(default_factory=ArrivalOrder)
     correction: Correction | None = None
     workers: int = 0
+    grows: bool = False
     part: int = 0
     decayed: bool = False
     acknowledge: Acknowledge = "applied"

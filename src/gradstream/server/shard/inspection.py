@@ -78,7 +78,7 @@ class Inspection:
         self._identity = identity
         self._store = store
         self._counters = counters
-        self._workers = config.workers
+        self._workers = 0 if config.grows else config.workers
         self._part = config.part
         self._encoder = None if config.codec is None else Encoder(config.codec, store.dtype)
         self._in_passes = config.in_passes
