@@ -313,3 +313,34 @@ def test_minibatches_that_do_not_come_out_even_are_those_of_one_process(tmp_path
         assert_same(model, alone.models[0])
     assert ours.facts[0]["steps"] == alone.facts[0]["steps"] == 12
     assert ours.facts[0]["validated"] == pytest.approx(alone.facts[0]["validated"], abs=1e-5)
+
+
+RESUMES = {
+    "transformers": (
+        TRANSFORMERS.replace("trainer.train()", "trainer.train(resume_from_checkpoint=CHECKPOINT)")
+        .replace('save_strategy="epoch", eval_strategy="epoch"', "save_steps=3, num_train_epochs=2")
+        .replace("num_train_epochs=2, per_", "per_")
+        .replace("load_best_model_at_end=True,", ""),
+        "checkpoint-3",
+    ),
+    "lightning": (
+        LIGHTNING.replace("batch_size=4))", "batch_size=4), ckpt_path=CHECKPOINT)").replace(
+            'monitor="loss"', 'every_n_train_steps=3, save_top_k=-1, filename="{step}"'
+        ),
+        "step=3.ckpt",
+    ),
+}
+
+
+@pytest.mark.limit_s(300)
+@pytest.mark.parametrize("library", RESUMES)
+def test_a_run_that_continues_from_a_checkpoint_of_the_library_ends_as_one_that_was_not_stopped(
+    library: str, tmp_path: Path
+) -> None:
+    needs(library)
+    script, file = RESUMES[library]
+    whole = joint(tmp_path / "whole", "CHECKPOINT = None\n" + script)
+    (kept,) = (tmp_path / "whole" / "saved").glob(file)
+    again = joint(tmp_path / "again", f"CHECKPOINT = {str(kept)!r}\n" + script)
+    assert whole.facts[0]["steps"] == again.facts[0]["steps"] == 6
+    assert_same(again.models[0], whole.models[0])

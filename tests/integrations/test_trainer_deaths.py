@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = 8 * 24 + 3
 
 # A process has a place of its own, and the gradient of its n-th minibatch has an entry for each of its samples. So the
 # parameters tell what was used, and by whom; a file that outlives a killed process tells in which epoch.
@@ -107,10 +108,11 @@ set_process(session)
 arguments = TrainingArguments(
     here + "/saved", num_train_epochs=EPOCHS, per_device_train_batch_size=8, gradient_accumulation_steps=ACCUMULATE,
     use_cpu=True, lr_scheduler_type="constant", max_grad_norm=0, report_to=[], disable_tqdm=True, logging_steps=1000,
-    save_strategy="no", dataloader_num_workers=told["processes"], remove_unused_columns=False,
+    save_strategy=told["saves"], eval_strategy=told["saves"], dataloader_num_workers=told["processes"],
+    remove_unused_columns=False, max_steps=told["max_steps"],
 )
 trainer = GradstreamTrainer(
-    model, arguments, train_dataset=data, data_collator=collate, optimizers=(optimizer, None),
+    model, arguments, train_dataset=data, eval_dataset=data[:20], data_collator=collate, optimizers=(optimizer, None),
     callbacks=[AfterStep()], session=session,
 )
 trainer.train()
@@ -156,6 +158,9 @@ class Module(lightning.LightningModule):
     def training_step(self, batch, index):
         return self.model(**batch)["loss"]
 
+    def validation_step(self, batch, index):
+        self.log("validated", self.model(**batch)["loss"])
+
     def configure_optimizers(self):
         return optimizer
 
@@ -174,9 +179,10 @@ loader = torch.utils.data.DataLoader(
 trainer = lightning.Trainer(
     accelerator="cpu", strategy=GradstreamStrategy(session), max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATE,
     num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False, logger=False,
-    enable_checkpointing=False,
+    enable_checkpointing=told["saves"] != "no", default_root_dir=here + "/saved", max_steps=told["max_steps"],
 )
-trainer.fit(Module(), loader)
+validation = torch.utils.data.DataLoader(data[:20], batch_size=8, collate_fn=collate)
+trainer.fit(Module(), loader, None if told["saves"] == "no" else validation)
 steps, ended = trainer.global_step, trainer.global_step
 """,
 }
@@ -215,19 +221,21 @@ def train(
     *,
     kills: Sequence[Kill] = (),
     workers: int = 3,
-    samples: int = 8 * 24 + 3,
     epochs: int = 2,
     accumulate: int = 1,
     processes: int = 0,
     waits_at: int = -1,
     returns: int = 0,
     pause: float = 0.0,
+    saves: str = "no",
+    max_steps: int = -1,
     stops_at: int = -1,
     resumes: Sequence[str] = (),
 ) -> Ended:
     """Trains on several workers, of which some are killed.
 
     Args:
+        saves: when the trainer evaluates and saves.
         stops_at: the step after which the run is stopped, and resumed with the options `resumes`.
         waits_at: the step before which the others wait until so many new processes (`returns`) have begun.
     """
@@ -235,12 +243,13 @@ def train(
     notes = here / "notes"
     notes.mkdir()
     (here / "script.py").write_text(SCRIPT + TRAINERS[library] + END)
-    options: dict[str, Any] = {"local-sgd": {"every": 3}}.get(strategy, {})
+    plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    options = {"local-sgd": {"every": 3}, "diloco": {"every": 3, **plain}}.get(strategy, {})
     told = {
-        "library": library, "here": str(notes), "samples": samples, "epochs": epochs, "accumulate": accumulate,
+        "library": library, "here": str(notes), "samples": SAMPLES, "epochs": epochs, "accumulate": accumulate,
         "strategy": strategy, "options": options, "workers": workers, "kills": list(kills), "processes": processes,
         "waits_at": waits_at, "pause": pause, "come": workers + returns,
-        "stops_at": stops_at,
+        "stops_at": stops_at, "saves": saves, "max_steps": max_steps,
     }  # fmt: skip
     run = str(here / "run")
     status, text = command(here, "train", str(here / "script.py"), "--run-dir", run, "--", json.dumps(told))
@@ -258,8 +267,8 @@ def train(
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         begins = int(log.name.removeprefix("log-")) * 120
         for made, epoch, ids in lines:
-            first = (begins + made) * samples
-            used: Any = models[0]["uses"][first : first + samples] if models else []
+            first = (begins + made) * SAMPLES
+            used: Any = models[0]["uses"][first : first + SAMPLES] if models else []
             for one in ids:
                 counts[epoch][one] += int(used[one] != 0)
     return Ended(status, text, facts, counts)
@@ -289,13 +298,13 @@ def needs(library: str) -> None:
     pytest.importorskip(library, reason=f"needs pip install 'gradstream[{library}]'")
 
 
-def once(ended: Ended, samples: int = 8 * 24 + 3) -> None:
-    """Each sample counts once in each epoch, and all workers have ended at the same step."""
+def once(ended: Ended, *, in_step: bool = True) -> None:
+    """Each sample counts once in each epoch. Where loops are in step, all have ended at the same one."""
     assert ended.status == 0, ended.text[-4000:]
     for epoch, counts in enumerate(ended.counts):
-        wrong = {one: counts[one] for one in range(samples) if counts[one] != 1}
+        wrong = {one: counts[one] for one in range(SAMPLES) if counts[one] != 1}
         assert not wrong, f"epoch {epoch}: {wrong}"
-    assert len({one["steps"] for one in ended.facts.values()}) == 1, ended.facts
+    assert not in_step or len({one["steps"] for one in ended.facts.values()}) == 1, ended.facts
     assert all(one["ended"] == one["steps"] for one in ended.facts.values()), ended.facts
 
 
@@ -305,12 +314,52 @@ LIBRARIES = ["transformers", "accelerate", "lightning"]
 @pytest.mark.limit_s(300)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd"])
-def test_each_sample_counts_once_an_epoch_though_a_worker_is_killed_and_comes_back(
+def test_each_sample_counts_once_an_epoch_though_the_main_worker_is_killed_and_comes_back(
     library: str, strategy: str, tmp_path: Path
 ) -> None:
     needs(library)
-    kills = [Kill(1, 0, 4, "backward")]
-    ended = train(tmp_path, library, strategy, kills=kills, waits_at=6, returns=1, pause=0.1)
+    kills = [Kill(0, 0, 4, "backward")]
+    ended = train(tmp_path, library, strategy, kills=kills, waits_at=6, returns=1, pause=0.1, saves="epoch")
     once(ended)
-    assert "worker-1 is back" in ended.text
-    assert [one["slot"] for one in ended.facts.values()] == [0, 1, 0]
+    assert "worker-0 is back" in ended.text
+    told = [(one["slot"], one["main"]) for one in ended.facts.values()]
+    assert told == [(1, False), (0, True), (0, False)]
+
+
+@pytest.mark.limit_s(300)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_minibatches_of_a_step_that_was_under_way_count_once(library: str, tmp_path: Path) -> None:
+    needs(library)
+    kills = [Kill(1, 0, 4, "forward"), Kill(2, 0, 11, "backward")]
+    once(train(tmp_path, library, kills=kills, accumulate=2, processes=1))
+
+
+@pytest.mark.limit_s(300)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_stopped_trainer_goes_on_with_another_number_of_workers(library: str, tmp_path: Path) -> None:
+    needs(library)
+    ended = train(tmp_path, library, workers=2, stops_at=7, resumes=("--workers", "3"))
+    once(ended)
+    assert [one["slot"] for one in ended.facts.values()] == [1, 1, 0]
+
+
+@pytest.mark.limit_s(300)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_workers_that_make_no_common_rounds_take_over_what_a_killed_one_had(
+    library: str, tmp_path: Path
+) -> None:
+    needs(library)
+    ended = train(tmp_path, library, "diloco", kills=[Kill(1, 0, 5, "step")], pause=0.1)
+    once(ended, in_step=False)
+
+
+@pytest.mark.limit_s(300)
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_a_trainer_with_a_number_of_steps_ends_at_it_on_all_workers(library: str, tmp_path: Path) -> None:
+    needs(library)
+    kills = [Kill(1, 0, 4, "backward")]
+    ended = train(tmp_path, library, kills=kills, waits_at=6, returns=1, pause=0.1, max_steps=16)
+    assert ended.status in (0, 4), ended.text[-4000:]
+    assert [one["steps"] for one in ended.facts.values()] == [16, 16, 16]
+    assert set(ended.counts[0].values()) == {1}
+    assert set(ended.counts[1].values()) <= {0, 1}

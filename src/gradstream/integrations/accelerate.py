@@ -153,8 +153,10 @@ class SessionLoader(DataLoaderShard):
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
+        self.remainder = -1  # no samples are added
         for batch in self.base_dataloader:
-            self.end_of_dataloader = not self.base_dataloader.rest
+            # Asked only where it matters: the answer may have to come from the coordinator.
+            self.end_of_dataloader = self.gradient_state.num_steps > 1 and not self.base_dataloader.rest
             follow(self.session)
             yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
         self.iteration += 1

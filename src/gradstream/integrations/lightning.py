@@ -79,11 +79,11 @@ class GradstreamStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and is_joined(session):
             schedulers = {f"scheduler.{i}": one.scheduler for i, one in enumerate(self.lr_scheduler_configs)}
             wrap(session, [self.lightning_module], self.optimizers, **schedulers, trainer=_Progress(trainer))
-            next(session.epochs(MANY))  # the trainer begins with the present one
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """See `Strategy`."""
-        self._follow()
+        if self.lightning_module.trainer.accumulate_grad_batches > 1:  # the last minibatch makes a step
+            self._follow()
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -98,15 +98,15 @@ class GradstreamStrategy(ParallelStrategy):
         rank_zero_only.rank = self.global_rank
         trainer: Any = self.lightning_module.trainer
         loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
-        loaders = loop._combined_loader.flattened
-        if (
-            len(loaders) > 1
-            or not isinstance(loaders[0], _TrainingLoader)
-            or trainer.limit_train_batches != 1.0
-        ):
+        combined, used = loop._combined_loader, fetcher.fetched
+        ours = all(isinstance(loader, _TrainingLoader) for loader in combined.flattened)
+        if not ours or trainer.limit_train_batches != 1.0:
             return
-        loop._combined_loader.limits = None
-        loop.max_batches = fetcher.length = fetcher.fetched + loaders[0].loader.rest
+        combined.limits = None  # how many there were
+        of_all = min if combined._mode == "min_size" else max
+        rest = of_all(loader.loader.rest for loader in combined.flattened)
+        planned = of_all(map(len, combined.flattened)) - used
+        loop.max_batches = fetcher.length = used + (max(rest, planned) if rest else 0)
         loop.epoch_loop.batch_progress.is_last_batch = fetcher.done = fetcher.fetched >= fetcher.length
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
@@ -141,7 +141,10 @@ class GradstreamStrategy(ParallelStrategy):
         if not self._loads_training or not isinstance(dataloader, DataLoader) or not is_joined(self._session):
             return dataloader
         part = self._session.shard(dataloader)
-        return _TrainingLoader(part) if hasattr(part, "rest") else part
+        if not hasattr(part, "rest"):
+            return part
+        epochs = self.lightning_module.trainer.max_epochs
+        return _TrainingLoader(part, self._session.epochs(MANY if epochs in (None, -1) else epochs))
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all workers, if the trainer fits a model."""
@@ -176,14 +179,24 @@ class GradstreamStrategy(ParallelStrategy):
 class _TrainingLoader:
     """A worker's part of a loader. An iteration begins with its first minibatch: lightning makes more iterators."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, epochs: Iterator[int]) -> None:
         self.loader = loader
+        self.epochs = epochs  # the session hears when one begins
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        next(self.epochs, None)
         yield from self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of lightning, whose next epoch begins when the last minibatch of this one is used."""
+        state: dict[str, Any] = self.loader.state_dict()
+        if not state["taken"] or self.loader.rest:
+            return state
+        states = [one.get_state() for one in self.loader.batch_sampler.generators]
+        return {**state, "epoch": state["epoch"] + 1, "taken": 0, "generators": states}
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":

@@ -12,6 +12,7 @@ minibatches.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from gradstream.integrations.accelerate import (
     set_process,
     set_rank,
 )
+from gradstream.session.loaders_part import Ahead
 from gradstream.session.session import Session
 from gradstream.session.worker_session import WorkerSession
 
@@ -94,9 +96,10 @@ class GradstreamTrainer(Trainer):
         elif (
             kwargs["epoch"] >= self._progress.epoch
         ):  # else it was over when this worker came, or was resumed
-            self._progress.epoch = kwargs["epoch"]
+            self._progress.begin(kwargs["epoch"])
             if self._loader is not None:
-                kwargs |= {"steps_in_epoch": _Length(self._loader), "num_update_steps_per_epoch": sys.maxsize}
+                self._length = _Length(len(self._loader), self._progress.fraction)
+                kwargs |= {"steps_in_epoch": self._length, "num_update_steps_per_epoch": sys.maxsize}
                 if (
                     kwargs["resume_from_checkpoint"] is not None
                     and kwargs["epoch"] == kwargs["epochs_trained"]
@@ -111,18 +114,29 @@ class GradstreamTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """See `Trainer`. Takes the minibatches of a whole step, which `training_step` uses one by one."""
-        if not is_joined(self._session):
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._loader is not None:
-            num_batches = min(num_batches, max(1, self._loader.base_dataloader.rest))
-        ahead = self._session.ahead
-        ahead.is_taking = True
-        try:
-            taken = super().get_batch_samples(epoch_iterator, num_batches, device)
-        finally:
-            ahead.is_taking = False
-        self.control.should_epoch_stop |= not taken[0]
+        if is_joined(self._session) and self._loader is not None:
+            epoch_iterator = self._taken(epoch_iterator, num_batches, self._session.ahead)
+        taken = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if isinstance(self._loader, SessionLoader):
+            self._length.used += len(taken[0])
+            self._length.is_whole = len(taken[0]) < num_batches
+            self.control.should_epoch_stop |= not taken[0]
         return taken
+
+    def _taken(self, batches: Iterator[Any], most: int, ahead: Ahead) -> Iterator[Any]:
+        """Takes minibatches ahead, as long as there are some: their loader ends when all of them are used."""
+        assert self._loader is not None
+        for number in range(most):
+            if number and self._loader.base_dataloader.rest <= number:
+                return
+            ahead.is_taking = True
+            try:
+                batch = next(batches, None)
+            finally:
+                ahead.is_taking = False
+            if batch is None:
+                return
+            yield batch
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         if is_joined(self._session):  # repeated minibatches count nothing
@@ -152,20 +166,31 @@ class GradstreamTrainer(Trainer):
 
 
 class _Length(int):
-    """Number of minibatches of an epoch, which changes while the trainer compares it with those that it has used."""
+    """Number of minibatches of an epoch, with which the trainer compares how many it has used. It is not known before.
 
-    def __new__(cls, loader: SessionLoader) -> _Length:
-        made = super().__new__(cls, len(loader))
-        made.loader = loader
+    Args:
+        length: number of minibatches, if the number of workers stays.
+        fraction: returns how much of the epoch is over.
+
+    Attributes:
+        used: number of minibatches that were taken.
+        is_whole: there are no more.
+    """
+
+    used = 0
+    is_whole = False
+    fraction: Callable[[], float]
+
+    def __new__(cls, length: int, fraction: Callable[[], float]) -> _Length:
+        made = super().__new__(cls, length)
+        made.fraction = fraction
         return made
 
-    loader: SessionLoader
-
     def __eq__(self, used: object) -> bool:
-        return used == len(self.loader)
+        return self.is_whole and used == self.used
 
     def __rtruediv__(self, used: float) -> float:
-        return used / len(self.loader)
+        return self.fraction()
 
     __hash__ = int.__hash__
 
@@ -228,6 +253,7 @@ class _Progress:
 
     def __init__(self, trainer: GradstreamTrainer) -> None:
         self.epoch = self.steps = 0
+        self.epochs: Iterator[int] = iter(())  # the session hears when one begins
         self.workers = 1
         self._trainer = trainer
 
@@ -235,19 +261,38 @@ class _Progress:
         """The schedule is made for so many steps."""
         self.steps, self.workers = steps, self._trainer._session.world_size
 
+    def begin(self, epoch: int) -> None:
+        """An epoch begins."""
+        self.epoch = epoch
+        next(self.epochs, None)
+
     @property
     def pace(self) -> float:
         """Steps of the schedule for a step of this many workers."""
-        return self._trainer._session.world_size / self.workers
+        return float(self._trainer._session.world_size / self.workers)
+
+    @property
+    def left(self) -> int:
+        """Minibatches of this worker that are left of the present epoch, if the number of workers stays."""
+        assert self._trainer._loader is not None
+        base, used = self._trainer._loader.base_dataloader, self._trainer._length.used
+        rest: int = base.rest
+        return max(rest, len(base) - used) if rest else 0
+
+    def fraction(self) -> float:
+        """How much of the present epoch is over."""
+        assert self._trainer._loader is not None
+        total = self._trainer._loader.base_dataloader.total
+        return float(max(0, total - self.left * self._trainer._session.world_size) / total)
 
     def max_steps(self) -> int:
         """Number of steps in the whole run, if the number of workers stays; call it before a step is counted."""
         args, loader = self._trainer.args, self._trainer._loader
         assert loader is not None
-        base, accumulated = loader.base_dataloader, args.gradient_accumulation_steps
-        own = math.ceil(base.total / self._trainer._session.world_size)  # minibatches in a whole epoch
+        accumulated, total = args.gradient_accumulation_steps, loader.base_dataloader.total
+        own = math.ceil(total / self._trainer._session.world_size)  # of a whole epoch
         later = math.ceil((args.num_train_epochs - self.epoch - 1) * math.ceil(own / accumulated))
-        return int(self._trainer.state.global_step + 1 + math.ceil(base.rest / accumulated) + later)
+        return int(self._trainer.state.global_step + 1 + math.ceil(self.left / accumulated) + later)
 
     def _callbacks(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
@@ -304,7 +349,8 @@ class _WrapCallback(TrainerCallback):
         session.register(**{"trainer.scheduler": trainer.lr_scheduler})
         if trainer.accelerator.scaler is not None:
             session.register(**{"trainer.scaler": trainer.accelerator.scaler})
-        next(session.epochs(MANY))  # the trainer begins with the present one
+        epochs = session.epochs(math.ceil(args.num_train_epochs) if args.max_steps <= 0 else MANY)
+        progress.epochs = itertools.chain([next(epochs)], epochs)  # the trainer begins with the present one
         trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

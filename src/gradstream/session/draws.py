@@ -104,6 +104,7 @@ class LoaderDraws:
         self._asked: Future[tuple[list[LoopBatch], int]] | None = None
         self._is_ended = False  # the epoch's number of minibatches is known
         self._is_dealt = False  # the iteration draws its minibatches
+        self._taken_for: int | None = None  # the step of the minibatch that was taken last
 
     # ---- what the sampler and the loop do -----------------------------------------------
 
@@ -171,6 +172,7 @@ class LoaderDraws:
             return
         step = self._takeover.steps()
         self._takeover.own_data |= step is None
+        self._taken_for = step
         use = v1.Use(epoch=place.epoch.number, place=place.number, samples=samples or 0)
         if step is not None:
             use.step = step
@@ -199,9 +201,12 @@ class LoaderDraws:
             return self._num_drawn + len(self._granted) + self._rest
         return len(range(first, total * self._pieces, len(ranks)))
 
-    def rest(self, total: int) -> int:
-        """Of `count`, those that the loop has not taken yet."""
-        return max(0, self.count(total) - self._num_drawn + len(self._drawn))
+    def rest(self) -> int:
+        """Number of minibatches that the loop can take now, at least; 0 if none is left for it. May ask."""
+        if not self._is_dealt or self._num_begun <= self._over:
+            return 1  # draw() says
+        self._fill()
+        return len(self._drawn) + len(self._granted)
 
     def report(self) -> None:
         """Waits until the coordinator knows what the next step uses."""
@@ -227,7 +232,8 @@ class LoaderDraws:
         """Asks for a place, unless there is one."""
         self.report()
         while not self._granted:
-            waits = self._takeover.is_last() and not self._drawn
+            in_hand = self._drawn or self._taken_for == self._takeover.steps()  # for which others may wait
+            waits = self._takeover.is_last() and not in_hand
             self._ask(1, last=waits)
             assert self._asked is not None
             assert self._takeover.bridge is not None

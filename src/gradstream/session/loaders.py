@@ -284,9 +284,14 @@ class ShardedLoader(DataLoader[Any]):
 
     @property
     def rest(self) -> int:
-        """Number of minibatches that the loop still takes in this iteration, as far as this worker knows now."""
+        """Number of minibatches that the loop takes in this iteration besides those that it has used.
+
+        In rounds that is exact, as far as anybody knows now. Else there may be more, unless it is 0.
+        """
         deals: LoaderDeals | LoaderDraws | None = self._index_sampler.deals
-        return max(0, len(self) - self._place[1]) if deals is None else deals.rest(self.total)
+        if isinstance(deals, LoaderDeals):
+            return deals.rest(self.total)
+        return max(0, len(self) - self._place[1]) if deals is None else deals.rest()
 
     @property
     def total(self) -> int:
