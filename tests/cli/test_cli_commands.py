@@ -385,7 +385,7 @@ def test_an_unknown_option_is_a_usage_error(recorder: Recorder) -> None:
 
 def test_figures_leave_out_what_is_not_known() -> None:
     names = [name for name, _ in figures(summary_of([FINISHED]))]
-    assert "accounted for" in names
+    assert "in the model" in names
     assert "staleness" not in names
     assert "CPU" not in names
 

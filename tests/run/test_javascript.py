@@ -86,7 +86,7 @@ def test_it_is_counted_like_any_other(worker: str, tmp_path: Path) -> None:
     assert samples["worker-0"] + samples["worker-1"] == 4000
     assert samples["worker-1"] == 20 * receipts["worker-1"] > 0
     assert not [event for event in events if event["event"] in ("refused_events", "damaged", "failed")]
-    assert "accounted for  4,000 samples" in shown
+    assert "in the model   4,000 samples" in shown
     assert [event for event in events if event["event"] == "checkpoint"]
     (traffic,) = (one for one in events if one["event"] == "exchange" and one["node"] == "worker-1")
     assert (traffic["pushes"], traffic["retries"]) == (receipts["worker-1"], 0)
@@ -117,4 +117,4 @@ def test_the_run_goes_on_without_it(
     ended, shown = pair.launcher.end()
     assert (ended, javascript.returncode) == (0, status), shown + said
     assert word in shown
-    assert "accounted for  12,000 samples" in shown
+    assert "in the model   12,000 samples" in shown

@@ -346,7 +346,7 @@ def test_a_loop_goes_on_without_a_killed_worker_and_each_sample_counts_once_an_e
     assert set(left[0]["used"]) == {2}  # by one worker in each of two epochs
     assert "worker-1 was lost" in done.stderr
     assert "the others have taken over all that it had left" in done.stderr
-    assert "accounted for  214 samples" in done.stdout + done.stderr
+    assert "in the model   214 samples" in done.stdout + done.stderr
 
 
 @pytest.mark.limit_s(200)
@@ -370,7 +370,7 @@ def test_a_new_process_takes_the_place_of_a_killed_worker(tmp_path: Path, strate
     assert {one["world"] for one in left} == {3}
     assert all((one["used"], one["sum"]) == (left[0]["used"], left[0]["sum"]) for one in left)
     assert set(left[0]["used"]) == {2}
-    assert "accounted for  214 samples" in done.stdout + done.stderr
+    assert "in the model   214 samples" in done.stdout + done.stderr
 
 
 @pytest.mark.limit_s(200)

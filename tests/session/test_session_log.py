@@ -50,6 +50,10 @@ def log() -> Iterator[SessionLog]:
     assert (torch.Tensor.backward, torch.amp.GradScaler.scale) == (BACKWARD, SCALE)
 
 
+def reports(log: SessionLog) -> list[LogEvent]:
+    return [event for event in log.take() if isinstance(event, LogEvent)]
+
+
 def differentiate(value: float, scaled: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss) -> None:
     loss = torch.tensor([value], requires_grad=True).sum()
     scaled(loss).backward()  # type: ignore[no-untyped-call]
@@ -65,14 +69,14 @@ def test_what_comes_soon_becomes_a_mean_and_is_counted(clock: Callable[[float], 
     log.log(loss=torch.tensor(2.0, requires_grad=True), accuracy=np.float32(0.5))
     log.step()
     log.log(loss=np.array([4]), accuracy=True)
-    assert [event.values for event in log.take()] == [{"loss": 1.0, "lr": 0.5}]
+    assert [event.values for event in reports(log)] == [{"loss": 1.0, "lr": 0.5}]
     clock(0.1)
     log.step()
-    (event,) = log.take()
+    (event,) = reports(log)
     assert event == LogEvent(rank=3, step=9, values={"loss": 3.0, "accuracy": 0.75}, merged=2)
     log.log(loss=math.nan)
     log.close()  # what is left is said at the end
-    (event,) = log.take()
+    (event,) = reports(log)
     assert math.isnan(event.values["loss"] or 0.0)
     line = encode(event, node="worker-3", time_s=1.0).rstrip()
     assert parse_event(line, member="worker-3")["values"] == {"loss": None}
@@ -95,11 +99,11 @@ def test_names_and_waiting_reports_are_bounded(clock: Callable[[float], None]) -
     for _ in range(3 * MAX_WAITING):
         log.log(**{f"n{index}": 1.0 for index in range(MAX_NAMES + 2)})
         clock(1.0)
-    waiting = list(log.take())
+    waiting = reports(log)
     assert len(waiting) == MAX_WAITING
     assert {len(event.values) for event in waiting} == {MAX_NAMES}
     log.close()
-    (rest,) = log.take()
+    (rest,) = reports(log)
     assert rest.merged == MAX_NAMES * (2 * MAX_WAITING - 1)  # nothing is lost, but for the names
     assert sum(event.dropped for event in [*waiting, rest]) == 2 * 3 * MAX_WAITING
 

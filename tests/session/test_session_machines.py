@@ -297,7 +297,7 @@ def test_a_machine_joins_a_run_that_has_begun_beyond_the_number_at_its_beginning
     assert "with worker-1" in said
     status, said = launcher.end()
     assert status == 0, said
-    assert "accounted for  390 samples" in said
+    assert "in the model   390 samples" in said
     first, second = (json.loads((told / f"{rank}.json").read_text()) for rank in range(2))
     assert first[0] and second[0], "not each sample was used"
     if strategy != "gossip":  # in pairs each keeps parameters of its own
@@ -336,7 +336,7 @@ def test_torchrun_on_two_machines(machines: Machines, alone: Path, tmp_path: Pat
     ended = [program.end() for program in both]
     assert [status for status, _ in ended] == [0, 0], ended
     assert "rank 1 is done" in ended[1][1]
-    assert "the run has finished: 1,920 samples in 240 minibatches" in ended[0][1]
+    assert "the run has finished: 1,920 samples in 240 steps" in ended[0][1]
     (run_dir,) = (tmp_path / "a" / "runs").iterdir()
     assert not (tmp_path / "b" / "runs").exists()
     check_same(alone / "run", run_dir)

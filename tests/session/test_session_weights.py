@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -325,3 +326,75 @@ def test_a_pass_is_of_repeats_where_it_counts_none(script: list[tuple[str, int, 
         if what == "p":
             expected = counted.is_repeat()
             assert counted.take_pass().repeated == expected
+
+
+# ---- epochs that are broken off ---------------------------------------------------------
+
+
+def broken_off(session: gs.Session, *, processes: int = 0, skips: bool = False) -> None:
+    """Makes 3 steps in each of 3 epochs, and leaves them with a 4th minibatch in hand."""
+    model = net()
+    data = TensorDataset(INPUTS, TARGETS)
+    loader = session.shard(DataLoader(data, batch_size=2, num_workers=processes))
+    next(iter(loader))  # a look, before the run has begun
+    model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(3):
+        for number, (x, y) in enumerate(loader):
+            if number == 3 or (skips and session.skip()):
+                break
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd", "downpour", "diloco", "gossip"])
+def test_an_epoch_that_is_broken_off_is_told_and_counts_what_was_used(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = list[float]()
+
+    def loop(session: gs.Session) -> None:
+        broken_off(session)
+        used.append(session._connection.bridge.samples)  # type: ignore[attr-defined]
+
+    loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
+    assert used == [18, 18] or strategy == "local-sgd"  # whose last round has not been exchanged yet
+    told = [line for line in capsys.readouterr().err.splitlines() if "broken off" in line]
+    assert told == [
+        "worker-0: the loop has broken off epochs 0, 1, 2 of a loader, as the script says: 6 of its 15 minibatches "
+        "there, about 12 samples, were not used"
+    ]
+
+
+def test_a_loop_that_goes_to_the_end_of_its_loader_has_broken_off_nothing() -> None:
+    count, model, loader = SampleCount(), net(), object()
+    count.uses[loader].total = 3
+
+    def train() -> None:
+        count.forward(model, (INPUTS[:2],), {})
+        count.take()
+
+    for _ in range(2):  # a prefetch: a minibatch is taken before the one before is used
+        for number in range(4):
+            count.note(2, loader) if number < 3 else count.over(loader)
+            if number:
+                train()
+    for _ in range(3):  # as `zip(range(3), loader)`, which does not ask for the end
+        count.note(2, loader)
+        train()
+    count.over(loader, ended=False)
+    count.note(2, loader)  # `next(iter(loader))`, used after its iteration
+    count.over(loader, ended=False)
+    assert count.take() == 2
+    for _ in range(2):  # twice in a step
+        count.note(2, loader)
+        count.over(loader, ended=False)
+    assert count.take() == 4
+    assert "epochs 3, 4 of a loader, as the script says: 3 of its 6 minibatches" in count.told_left()
+
+
+def test_skip_where_a_resumed_run_refuses_it_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    loop_in_threads(partial(broken_off, skips=True), strategy="downpour", deadlines=DEADLINES)
+    assert capsys.readouterr().err.count("Leave it out: loaders of session.shard") == 1
+    loop_in_threads(partial(broken_off, skips=True), strategy="allreduce", deadlines=DEADLINES)
+    assert "session.skip" not in capsys.readouterr().err

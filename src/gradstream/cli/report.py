@@ -124,7 +124,11 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
 def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows (name, figure with unit) of a run's summary, without figures that the run lacks."""
     s = summary
-    rounds = s["trains_locally"] and s["way"] in ("group", "pairs")  # a step is a round of many minibatches
+    steps = "minibatches"
+    if s["num_samples"] == 0:  # a step of a user's own loop may have several
+        steps = "steps of a worker each"
+    if s["trains_locally"] and s["way"] in ("group", "pairs"):
+        steps = "rounds of a worker each"
     rows = [
         ("model", _of(s["num_parameters"] or None, "{:,} parameters")),
         (
@@ -135,12 +139,9 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("links", _of(s.get("links"), "{}")),
         ("chunks", _of((s["servers"] and s.get("chunk_elems")) or None, "of {:,} elements")),
         ("optimizer", _of(s["optimizer"], "{}")),
-        (
-            "samples",
-            f"{s['samples']:,} in {s['steps']:,} {'rounds of a worker each' if rounds else 'minibatches'}",
-        ),
+        ("samples", f"{s['samples']:,} in {s['steps']:,} {steps}"),
         ("ended by", _of(s.get("reason"), "{}")),
-        ("accounted for", _of(s["samples_accounted"], "{:,} samples")),
+        ("in the model", _of(s["samples_accounted"], "{:,} samples")),
         ("dropped", _of(s.get("samples_dropped") or None, f"{{:,}} samples, {_why_dropped(s)}")),
         ("not finite", _refused(s.get("gradients_refused", {}))),
         ("shares", ", ".join(f"{who} {size:,}" for who, size in s.get("shares", {}).items())),

@@ -191,7 +191,7 @@ class SampleProgress(Lead):
                 who=f"worker-{rank}",
                 steps=total,
                 missing=None,
-                message=f"the loop of worker-{rank} has ended after {total:,} minibatches, the longest one "
+                message=f"the loop of worker-{rank} has ended after {total:,} steps, the longest one "
                 f"after {longest:,}: data that it had left is not in the model",
             )
             for rank, (total, longest) in self.ledger.brief().items()

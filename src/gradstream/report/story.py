@@ -65,7 +65,7 @@ def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
         moments.append(Moment(event["time_s"], "failed", text))
     moments += _notable(by_kind)
     for event in by_kind["finished"]:
-        counted = "" if event["samples"] is None else f"{event['samples']:,} samples accounted for"
+        counted = "" if event["samples"] is None else f"{event['samples']:,} samples in the model"
         moments.append(Moment(event["time_s"], "finished", counted))
     return tuple(sorted(moments, key=lambda moment: moment.time_s))
 
@@ -97,6 +97,8 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         paused_s = math.fsum(event["paused_s"] for event in by_kind["checkpoint"])
         text = f"{event['folder']}, the last of {count}; workers were paused {paused_s:.3g} s for all of them"
         moments.append(Moment(event["time_s"], "checkpoint", text))
+    for event in by_kind["note"]:
+        moments.append(Moment(event["time_s"], "note", event["message"]))
     for event in by_kind["stopped"]:
         text = f"at step {event['step']}, to be resumed from {event['folder'] or 'the beginning'}"
         moments.append(Moment(event["time_s"], "stopped", text))

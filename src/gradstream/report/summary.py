@@ -170,8 +170,9 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         phases: one row for each phase of the job that has begun: number (from 1), label, strategy, optimizer, workers,
             servers, batch_size, accumulate, samples (in the model at its beginning), time_s, way, trains_locally; []
             without phases.
-        steps: number of minibatches of all workers, without those that a resumed run repeated; under
-            `local-sgd` and strategies of pairs, number of rounds of all workers, of up to `every` minibatches each.
+        steps: number of minibatches of all workers, without those that a resumed run repeated; in a loop of the
+            user's own, of its steps, which may have several; under `local-sgd` and strategies of pairs, number of
+            rounds of all workers, of up to `every` minibatches each.
         samples: number of samples in them; a sample counts each time. Minibatches that others computed for a lost
             worker, or for an empty place, are in samples_accounted alone.
         samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.

@@ -35,6 +35,9 @@ PIECE_BYTES = 2 * MAX_LINE_BYTES
 MESSAGE_BYTES = 1024
 """Longest part of a node's message that is printed on stderr."""
 
+MAX_NOTES = 64
+"""The most notes of users' loops that are printed."""
+
 
 class FollowedEvents:
     """Reads the events that the nodes of a run write from now on, and passes each to a callback.
@@ -78,6 +81,7 @@ class FollowedEvents:
         )
         self._struck_ns: dict[str, int] = {}  # when a node was killed, as its killer reported
         self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
+        self._noted: set[str] = set()
         self._worth = Worth()
         self.zero_ns: int | None = None
         self.gone: set[str] = set()
@@ -181,6 +185,12 @@ class FollowedEvents:
             text = f"no checkpoint of step {event['step']:,} ({event['who']}: {event['message']}); {kept}"
             of_disk = any(f"[Errno {number}]" in text for number in DISK_ERRORS)
             self.say_of_disk(text, about="a checkpoint") if of_disk else say(text, MESSAGE_BYTES)
+        elif event["event"] == "note":
+            if (
+                event["message"] not in self._noted and len(self._noted) < MAX_NOTES
+            ):  # several workers may notice it
+                self._noted.add(event["message"])
+                say(event["message"], MESSAGE_BYTES)
         elif event["event"] == "left_over":
             say(event["message"], MESSAGE_BYTES)
         elif event["event"] == "disk" and event["state"] == "waiting":

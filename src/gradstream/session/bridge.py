@@ -31,7 +31,7 @@ from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
 from gradstream.session.registered import Registered
 from gradstream.session.roster import Roster
-from gradstream.telemetry.events import LogEvent
+from gradstream.telemetry.events import MemberEvent
 from gradstream.worker.loop import LoopContext, Round, Turn
 
 # ---- progress ----------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class LoopBridge:
         """See `Loop.restore`. The user's thread waits until all workers have joined."""
         self._registered.load(state, own=own)
 
-    def logged(self) -> Iterable[LogEvent]:
+    def logged(self) -> Iterable[MemberEvent]:
         """See `Loop.logged`."""
         return () if self._log is None else self._log.take()
 

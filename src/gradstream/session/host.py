@@ -131,7 +131,7 @@ class Guest(Host):
 def _result(run: Run) -> str:
     """One line about a finished run."""
     made, time_s = run.summary, run.summary["train_s"]
-    done = f"{made['samples']:,} samples in {made['steps']:,} minibatches"
+    done = f"{made['samples']:,} samples in {made['steps']:,} steps"
     took = "" if time_s is None else f", {time_s:.2f} s"
     more = shlex.quote(str(run.path))
     return f"gradstream: the run has finished: {done}{took}; more: gradstream report {more}"

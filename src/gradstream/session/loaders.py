@@ -245,10 +245,12 @@ class ShardedLoader(DataLoader[Any]):
     def _counted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
     ) -> Iterator[Any]:
+        ended = False
         try:
             yield from self._noted(batches, sampler, epoch)
+            ended = True
         finally:
-            self._part.over()
+            self._part.ahead.do(partial(self._part.over, ended))
 
     def _noted(
         self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None

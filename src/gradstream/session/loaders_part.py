@@ -25,6 +25,7 @@ from gradstream.errors import ConfigError
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.places import LoaderPlace
 from gradstream.session.roster import Roster
+from gradstream.untrusted import say
 
 T = TypeVar("T")
 
@@ -339,12 +340,14 @@ class LoaderPart:
             None if unknown.
         aligned: all workers take the same number of minibatches. If the last round has none for a worker, it
             repeats one that counts no samples.
-        over: called when the worker has taken its last minibatch.
+        over: called when the loop goes through an iteration no further: with True at its end, with False if the loop
+            has broken it off.
         takeover: asks for the minibatches of lost workers; None if nobody takes them over.
         ask: called when the loop asks for a minibatch, before it is loaded.
         ends: where each worker reads its own part, finds the end of an epoch; None outside a session.
         place: the loop's place in the loader; None if it is not known.
         ahead: minibatches that are taken ahead.
+        tell: tells the user something.
     """
 
     rank: int
@@ -353,12 +356,13 @@ class LoaderPart:
     split: bool
     note: Callable[[int | None], None]
     aligned: bool = False
-    over: Callable[[], None] = lambda: None
+    over: Callable[[bool], None] = lambda ended: None
     takeover: Takeover | None = None
     ask: Callable[[], None] = lambda: None
     ends: StreamEnds | None = None
     place: LoaderPlace | None = None
     ahead: Ahead = field(default_factory=Ahead)
+    tell: Callable[[str], None] = say
 
     def alone(self) -> LoaderPart:
         """The part of a worker whose data has only its own minibatches: all of them."""
@@ -437,12 +441,14 @@ class LoaderPart:
 
     def passed(self, taken: Iterable[tuple[Any, int | None]]) -> Iterator[Any]:
         """The worker's minibatches. Notes their samples, which come with them."""
+        ended = False
         try:
             for batch, samples in self.asked(taken):
                 self.note(samples)
                 yield batch
+            ended = True
         finally:
-            self.over()
+            self.over(ended)
 
 
 def cut_of(batch: Any, which: slice) -> Any:

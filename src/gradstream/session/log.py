@@ -23,7 +23,7 @@ import torch
 
 from gradstream.errors import ConfigError
 from gradstream.job.validation import whole
-from gradstream.telemetry.events import LogEvent
+from gradstream.telemetry.events import LogEvent, MemberEvent, NoteEvent
 
 MAX_NAMES = 64
 EVERY_NS = 100_000_000
@@ -52,7 +52,7 @@ class SessionLog:
         self._loss = _Mean()
         self._dropped = 0  # values of names beyond MAX_NAMES
         self._due_ns = 0
-        self._reports: deque[LogEvent] = deque()
+        self._reports: deque[MemberEvent] = deque()
         self.scales = False  # a GradScaler has scaled a loss in this loop
 
     def open(self) -> None:
@@ -80,6 +80,10 @@ class SessionLog:
                 ) from None
         if monotonic_ns() >= self._due_ns:
             self._report()
+
+    def note(self, message: str) -> None:
+        """Tells the user something about the loop, on the terminal that started the run and in its report."""
+        self._reports.append(NoteEvent(rank=self._rank, message=message))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Records the loss of a `backward()` call. Its value is read at the next step."""
@@ -114,7 +118,7 @@ class SessionLog:
         _stop_recording(self)
         self._report()
 
-    def take(self) -> Iterable[LogEvent]:
+    def take(self) -> Iterable[MemberEvent]:
         """The reports since the last call. Always call it from the same thread, whichever it is."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 

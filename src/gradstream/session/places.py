@@ -231,6 +231,7 @@ class LoopPlaces:
         has_changed: returns whether others may have made the loop's steps: workers were lost or have come, or
             minibatches go to who asks.
         is_last: the present epoch is the last one of `Session.epochs`.
+        tell: tells the user something.
     """
 
     point: ResumePoint
@@ -244,6 +245,7 @@ class LoopPlaces:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     has_changed: Callable[[], bool] = lambda: False
     is_last: bool = False
+    tell: Callable[[str], None] = say
     _loaders: list[LoaderPlace] = field(default_factory=list)
     _told: Mapping[str, Any] | None = None
     _applies: bool | None = None
@@ -273,7 +275,7 @@ class LoopPlaces:
             if self._applies:
                 self.point.pass_by()
             elif self._told["enough"] and not self.skips:
-                say(
+                self.tell(
                     "the script reads session.step or session.resumed, so its loaders begin at their first minibatch; "
                     "with session.epochs(n) in place of range(n) they begin where the run was"
                 )

@@ -179,11 +179,13 @@ class Registered:
         is_marked: whether the loop has asked for a minibatch since its last step.
         again: whether the step of the minibatch for which the loop had asked is in the model from which it continues.
         optimizers: further states, of the moment of the checkpoint.
+        tell: tells the user something.
     """
 
     def __init__(self) -> None:
         self.is_marked = self.again = False
         self.optimizers: OwnStates | None = None
+        self.tell: Callable[[str], None] = say
         self._loaded: Mapping[str, np.ndarray[Any, Any]] = {}
         self._has_asked = False  # the loop takes its minibatches from loaders, or calls `Session.skip`
         self._is_used = False  # the loop works on the next step
@@ -293,7 +295,9 @@ class Registered:
             self._has_asked = False
         if self._told:
             for name in sorted(self._told.keys() - self._objects.keys()):
-                say(f"the state of {name!r}, of the run so far, is dropped: the script has not registered it")
+                self.tell(
+                    f"the state of {name!r}, of the run so far, is dropped: the script has not registered it"
+                )
             self._told = {}
         self._is_used = True
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,12 +23,61 @@ class _Minibatch:
         loader: the loader that yielded it.
         evaluated: an evaluation followed it, with no minibatch of another loader in between.
         over: the loader is exhausted.
+        left: the loop has broken off the iteration with it, after it had used others.
     """
 
     samples: int | None
     loader: object
     evaluated: bool = False
     over: bool = False
+    left: bool = False
+
+
+@dataclass(slots=True)
+class LoaderUse:
+    """What the loop has used of one loader, with gradients on.
+
+    Args:
+        total: number of minibatches that the loader has for this worker in an epoch; 0 if unknown.
+        epoch: iterations that are over.
+        taken, used: minibatches of the present iteration that were taken, and used.
+        all_used: minibatches of all iterations, with known numbers of samples, that were used.
+        samples: samples of these.
+        broken: by epoch, the minibatches that were used in iterations that the loop has broken off.
+    """
+
+    total: int = 0
+    epoch: int = 0
+    taken: int = 0
+    used: int = 0
+    all_used: int = 0
+    samples: int = 0
+    broken: dict[int, int] = field(default_factory=dict)
+
+    def use(self, samples: int | None) -> None:
+        """Notes that a minibatch is used."""
+        self.used += 1
+        if samples:
+            self.all_used, self.samples = self.all_used + 1, self.samples + samples
+
+    def over(self, epoch: int | None, *, ended: bool) -> None:
+        """Notes that an iteration is over; with `ended` to its end, else the loop has broken it off."""
+        if not ended and 0 < self.used < self.total:
+            self.broken[self.epoch if epoch is None else epoch] = self.used
+        self.epoch += bool(ended or self.used)  # else the loop has only had a look
+        self.taken = self.used = 0
+
+    def told(self) -> str:
+        """What the loop has left of the epochs that it has broken off; "" if it has not."""
+        if not self.broken:
+            return ""
+        epochs, left = sorted(self.broken), sum(self.total - used for used in self.broken.values())
+        some = ", ".join(map(str, epochs[:4])) + (f" and {len(epochs) - 4} more" if epochs[4:] else "")
+        total, samples = self.total * len(epochs), left * self.samples / max(1, self.all_used)
+        return (
+            f"the loop has broken off epoch{'s' if epochs[1:] else ''} {some} of a loader, as the script says: "
+            f"{left:,} of its {total:,} minibatches there, about {samples:,.0f} samples, were not used"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +121,13 @@ class SampleCount:
         unseen: some pass was made with samples of no loader of `shard`.
         passes: number of backward passes.
         ahead: the loop has taken a minibatch before it has used the one before, so nobody knows which is in a round.
+        uses: what the loop has used of each loader.
     """
 
     def __init__(self) -> None:
         self.unseen = self.ahead = False
         self.passes = 0
+        self.uses: defaultdict[object, LoaderUse] = defaultdict(LoaderUse)
         self._has_loader = False
         self._taken: list[_Minibatch] = []  # not used by a training pass yet
         self._noted: list[_Minibatch] = []  # used for the next exchange
@@ -93,19 +145,32 @@ class SampleCount:
     def note(self, samples: int | None, loader: object = None) -> None:
         """Notes that the loop takes a minibatch from a loader.
 
-        A minibatch that is taken with gradients off, for a validation, does not count.
+        A minibatch that is taken with gradients off, for a validation, does not count. Nor does the one with which the
+        loop has broken off the iteration before.
 
         Args:
             samples: number of counted samples; None if unknown.
             loader: the loader that yields it.
         """
         if torch.is_grad_enabled():
+            self._taken = [one for one in self._taken if not (one.left and one.loader is loader)]
+            self.uses[loader].taken += 1
             self.ahead |= any(minibatch.loader is loader for minibatch in self._not_evaluated())
             self._taken = [*self._not_evaluated(), _Minibatch(samples, loader)]
 
-    def over(self, loader: object = None) -> None:
-        """Notes that a loader is exhausted: its last minibatch does not count again after this."""
+    def over(self, loader: object = None, *, ended: bool = True, epoch: int | None = None) -> None:
+        """Notes that an iteration of a loader is over: its last minibatch does not count again after this.
+
+        Args:
+            loader: the loader.
+            ended: it is exhausted; else the loop has broken the iteration off.
+            epoch: number of the epoch, where the loop says it.
+        """
         if torch.is_grad_enabled():
+            use = self.uses[loader]
+            for last in self._taken if not ended and use.used and use.taken > 1 else ():
+                last.left |= last.loader is loader
+            use.over(epoch, ended=ended)
             self._taken = [
                 minibatch
                 for minibatch in self._taken
@@ -139,6 +204,19 @@ class SampleCount:
         """Notes that the model was called with this many samples in training mode."""
         self._seen = _plus(self._seen, samples)
 
+    def told_left(self) -> str:
+        """What a loop that has come to its end has left of epochs that it has broken off; "" if nothing."""
+        for use in self.uses.values():
+            use.over(None, ended=False)
+        return "; ".join(told for use in self.uses.values() if (told := use.told()))
+
+    def begin(self) -> None:
+        """Notes that the loop can make steps from now on. No step has what it has taken before."""
+        self.clear()
+        self.ahead = False
+        for use in self.uses.values():
+            use.epoch = use.taken = use.used = 0
+
     def clear(self) -> None:
         """Forgets all samples since the last exchange."""
         self._taken, self._noted, self._passed, self._set = [], [], [], None
@@ -146,6 +224,8 @@ class SampleCount:
 
     def use(self) -> None:
         """Notes that a training pass has used the minibatches taken so far, so they count."""
+        for minibatch in self._taken:
+            self.uses[minibatch.loader].use(minibatch.samples)
         self._noted += self._taken
         self._taken = []
 

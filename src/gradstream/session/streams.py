@@ -23,7 +23,6 @@ from gradstream.data.dealing import Epoch
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.session.division import is_loading_pipeline, own_part_of, reads_own_files, without_splitters
 from gradstream.session.loaders_part import CommonRandomState, LoaderPart, StreamEnds, length_of, made_of
-from gradstream.untrusted import say
 from gradstream.worker.loop import LoopContext
 
 # ---- stream ends -------------------------------------------------------------------------
@@ -359,8 +358,8 @@ def say_that_all_read(dataset: Any, part: LoaderPart) -> None:
     """Says once a loader that each worker reads all of a dataset, and what to do about it."""
     what = "split=True" if part.split else "it does not say how it is divided"
     remedy = "" if part.split else ". With a method shard(num_shards, index), each reads its own part"
-    say(
-        f"gradstream: each of the {part.world_size} workers reads all of the {type(dataset).__name__}, and uses its "
+    part.tell(
+        f"each of the {part.world_size} workers reads all of the {type(dataset).__name__}, and uses its "
         f"part of the minibatches, since {what}{remedy}"
     )
 

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +58,6 @@ from gradstream.session.split_module import LoopSplit, SplitModule
 from gradstream.session.streams import ShardedIterable, ShardedStream
 from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 from gradstream.traits import refuse
-from gradstream.untrusted import say
 
 # ---- early barrier -----------------------------------------------------------------------
 # `EarlyBarrier`: lets workers wait for one another before they join their run in `wrap`.
@@ -209,6 +208,7 @@ class WorkerSession(Session):
         goes_on_alone = self._strategy.partitioning == "queue"
         self._takeover.is_last = lambda: goes_on_alone and self._places.is_last
         self._takeover.is_again = lambda: self._resume_point.again
+        self._places.tell = self._registered.tell = self._log.note
         self._registered.add({PLACES: self._places})
         self._placed: set[object] = set()  # loaders in which a resumed loop finds its place
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
@@ -266,6 +266,12 @@ class WorkerSession(Session):
 
     @override
     def skip(self) -> bool:
+        if self._takeover.draws and not (self._places.skips or self._job.allow_lost):
+            self._log.note(
+                "session.skip: under this strategy minibatches go to who asks, so a run that is stopped will not be "
+                "resumed with session.skip() in its script. Leave it out: loaders of session.shard find their place "
+                "themselves"
+            )
         self._places.skips = True
         if self._places.skips_wrong and not self._job.allow_lost:
             raise ConfigError(
@@ -527,7 +533,7 @@ class WorkerSession(Session):
         if isinstance(data, tuple):
             return tuple(self.shard(item, split=split) for item in data)
         loader = object()  # identifies the loader that is made
-        note, over = (partial(call, loader=loader) for call in (self._note, self._samples.over))
+        note, over = (partial(call, loader=loader) for call in (self._note, self._over))
         strategy, in_group = self._strategy, self._takeover.in_rounds
         others_go_on = strategy.survives_worker_loss and (not strategy.gives_mean or in_group)
         takeover = self._takeover if others_go_on and self._split is None else None
@@ -548,6 +554,7 @@ class WorkerSession(Session):
             self._stream_ends,
             place,
             self.ahead,
+            self._log.note,
         )
         made = part_of(data, part)
         if isinstance(made, ShardedLoader) and made.is_dealt:
@@ -559,6 +566,9 @@ class WorkerSession(Session):
                 f"session.shard: worker-{self.rank} has come to a run that had begun, and a {type(data).__name__} is "
                 "divided among the workers of its beginning. Expected a DataLoader of a data set that is read by number"
             )
+        if is_placed:
+            with suppress(TypeError):  # the sampler has no length
+                self._samples.uses[loader].total = len(made)
         return made
 
     def _ask(self) -> None:
@@ -607,7 +617,7 @@ class WorkerSession(Session):
             )
         changed = self._places.check_options(may_differ=self._job.allow_changed)
         if changed:
-            say(f"from here on: {changed}")
+            self._log.note(f"from here on: {changed}")
         self._registered.uses()
 
     def _note(self, samples: int | None, loader: object) -> None:
@@ -616,6 +626,10 @@ class WorkerSession(Session):
         if torch.is_grad_enabled():
             self._takeover.own_data |= loader not in self._dealt
             self._places.has_others |= loader not in self._placed
+
+    def _over(self, ended: bool, loader: object) -> None:
+        """Notes that the loop goes through an iteration of a loader no further."""
+        self._samples.over(loader, ended=ended, epoch=self._places.epoch)
 
     @override
     def exchange(
@@ -736,11 +750,13 @@ class WorkerSession(Session):
             self._connection.fail(error)
             raise error
         if self._places.breaks_off and self.is_main and not self._registered.has_counts:
-            say(
+            self._log.note(
                 f"this run was resumed at step {self._resume_point.steps}, and its loop has ended within an epoch: if "
                 "it counts its steps or epochs itself, it has made more than without the stop. Register the count: "
                 "session.register(counts=counts), with a dict"
             )
+        if self.is_main and (left := self._samples.told_left()):
+            self._log.note(f"{worker_name(self.rank)}: {left}")
         try:
             if self._split is not None:
                 self._split.close()
@@ -801,8 +817,7 @@ class WorkerSession(Session):
         )
         self._takeover.bridge = bridge
         if not in_step:  # what was taken before, for the means of the data perhaps, is in no round
-            self._samples.clear()
-            self._samples.ahead = False
+            self._samples.begin()
         point = self._resume_point
         point.again = not self._averages_gradients and self._registered.again and point.steps > 0
         self._registered.begin(keeps=self._job.checkpoint_every is not None)

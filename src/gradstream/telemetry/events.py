@@ -183,6 +183,13 @@ class LogEvent(MemberEvent, name="log"):
     total_steps: int = 0  # number of steps of this worker in the whole run; 0 if unknown
 
 
+class NoteEvent(MemberEvent, name="note"):
+    """What the user should know of a training loop of their own; the launcher prints it (worker)."""
+
+    rank: int
+    message: str
+
+
 class ExchangeEvent(MemberEvent, name="exchange"):
     """Bytes and staleness of a worker since its previous exchange event (worker).
 

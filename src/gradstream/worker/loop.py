@@ -24,7 +24,7 @@ from gradstream.memory import Vector
 from gradstream.model.base import Batch, usable
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Report, Runtime
-from gradstream.telemetry.events import LogEvent
+from gradstream.telemetry.events import MemberEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, Result, SampleBatch
@@ -204,8 +204,8 @@ class Loop(Protocol):
         """Restores what `state` has returned before the run was resumed, on this worker (`own`) or on another one."""
         ...
 
-    def logged(self) -> Iterable[LogEvent]:
-        """The loop's log entries since the last call."""
+    def logged(self) -> Iterable[MemberEvent]:
+        """What the loop has logged or noted since the last call."""
         ...
 
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
