@@ -91,7 +91,7 @@ def test_a_trainer_goes_on_while_a_machine_is_killed_and_one_joins(
     until(first, "the others have taken over all that it had left", said)
     step, loss = until(first, r"worker \d: step (\d+), loss ([0-9.]+)", said).groups()
     assert float(loss) < begun - 1
-    until(first, f"accounted for +{SAMPLES * EPOCHS * BYTES:,} samples", said)  # each is one for each token
+    until(first, f"in the model +{SAMPLES * EPOCHS * BYTES:,} samples", said)  # each is one for each token
     assert first.wait() == 0, said
     assert joined.wait() == 0
     (log,) = (tmp_path / "c").glob("runs/*/logs/worker-2.log")
