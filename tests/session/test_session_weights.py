@@ -398,3 +398,33 @@ def test_skip_where_a_resumed_run_refuses_it_is_told_at_once(capsys: pytest.Capt
     assert capsys.readouterr().err.count("Leave it out: loaders of session.shard") == 1
     loop_in_threads(partial(broken_off, skips=True), strategy="allreduce", deadlines=DEADLINES)
     assert "session.skip" not in capsys.readouterr().err
+
+
+# ---- data that nothing divides ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "diloco", "gossip"])
+@pytest.mark.parametrize("divides", ["nothing", "shard", "rank", "seed", "constant loss"])
+def test_workers_that_train_on_the_same_minibatches_are_told_so(
+    divides: str, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loop(session: gs.Session) -> None:
+        model, rank = net(), session.rank
+        own = slice(rank, None, session.world_size) if divides == "rank" else slice(None)
+        generator = torch.Generator().manual_seed(rank if divides == "seed" else 0)
+        data = TensorDataset(INPUTS[own], TARGETS[own])
+        loader: Any = DataLoader(data, batch_size=2, shuffle=True, generator=generator)
+        if divides == "shard":
+            loader = session.shard(DataLoader(data, batch_size=2, shuffle=True))
+        model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss = loss - loss.detach() if divides == "constant loss" else loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    options: dict[str, Any] = {} if strategy == "allreduce" else {"strategy_options": {"every": 1}}
+    loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES, **options)
+    told = capsys.readouterr().err
+    assert ("all 2 workers had the same loss" in told) == (divides == "nothing"), told

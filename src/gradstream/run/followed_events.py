@@ -82,6 +82,7 @@ class FollowedEvents:
         self._struck_ns: dict[str, int] = {}  # when a node was killed, as its killer reported
         self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
         self._noted: set[str] = set()
+        self._same_data = SameData()
         self._worth = Worth()
         self.zero_ns: int | None = None
         self.gone: set[str] = set()
@@ -178,7 +179,7 @@ class FollowedEvents:
 
     def _say(self, event: Mapping[str, Any]) -> None:
         """Prints on stderr what the user must know."""
-        if text := self._worth.note(event):
+        for text in filter(None, (self._worth.note(event), self._same_data.note(event))):
             say(text, MESSAGE_BYTES)
         if event["event"] == "checkpoint_failed":
             kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
@@ -195,6 +196,43 @@ class FollowedEvents:
             say(event["message"], MESSAGE_BYTES)
         elif event["event"] == "disk" and event["state"] == "waiting":
             self.say_of_disk(event["message"])
+
+
+# ---- same data ---------------------------------------------------------------------------
+
+SAME_STEPS = 3
+"""Steps after which equal losses are no accident."""
+
+
+class SameData:
+    """Notices that all loops of users' own train on the same minibatches, since nothing divides them.
+
+    Workers begin with the same parameters. With the same minibatches they have the same losses, to the bit.
+    """
+
+    def __init__(self) -> None:
+        self._workers = 0  # whose steps are compared; 0 once it is known, and in a run of a job
+        self._losses: dict[int, list[float | None]] = {}  # by rank, of the first steps; None without samples
+
+    def note(self, event: Mapping[str, Any]) -> str:
+        """Takes an event of the run. Returns a message for the user; "" for none."""
+        if event["event"] == "started":
+            self._workers = event["workers"] if event["num_samples"] == 0 and event["workers"] > 1 else 0
+        if event["event"] != "step" or not self._workers:
+            return ""
+        losses = self._losses.setdefault(event["rank"], [])
+        if len(losses) < SAME_STEPS:
+            losses.append(event["loss"] if event["samples"] else None)
+        if len(self._losses) < self._workers or any(len(own) < SAME_STEPS for own in self._losses.values()):
+            return ""
+        workers, self._workers = self._workers, 0
+        is_known = None not in losses and len(set(losses)) == SAME_STEPS  # a constant loss says nothing
+        if not is_known or any(own != losses for own in self._losses.values()):
+            return ""
+        return (
+            f"all {workers} workers had the same loss, to the last bit, in each of {SAME_STEPS} steps: they seem to "
+            "train on the same minibatches. Divide the data: loader = session.shard(loader), or by session.rank"
+        )
 
 
 # ---- ending ------------------------------------------------------------------------------
