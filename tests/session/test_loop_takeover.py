@@ -47,6 +47,7 @@ from gradstream.wire import v1
 from gradstream.worker.loop import LoopContext
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARDS = ("shard-0", "shard-1")
 
 # ---- the ledger alone -------------------------------------------------------------------
 
@@ -151,12 +152,11 @@ def test_each_minibatch_is_in_the_model_once_or_told_as_missing(
     for kind, rank in data.draw(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 5)), max_size=140)):
         if kind == 0 and rank in living and len(living) > 1:
             dead.append(loop := living.pop(rank))
-            ledger.lost(rank)
+            ledger.lost(rank, id(loop), SHARDS)
             silent += [loop] if reports else []
         elif kind == 1 and rank not in living and not any(loop.ended for loop in living.values()):
-            if not any(loop.rank == rank for loop in silent):
-                ledger.come(rank)
-                living[rank] = make(rank=rank)
+            ledger.come(rank)
+            living[rank] = make(rank=rank)
         elif kind == 2 and silent:
             report(ledger, silent.pop(), data)
         elif rank in living:
@@ -216,8 +216,8 @@ def test_a_resumed_run_goes_through_what_was_left(
 def report(ledger: OpenLedger, loop: Loop, data: st.DataObject) -> None:
     """Two shards say how much they have of a lost worker; what both have is in the model."""
     has = [data.draw(st.integers(loop.heard, len(loop.steps))) for _ in range(2)]
-    for shard, count in enumerate(has):
-        ledger.pushed(loop.rank, f"shard-{shard}", count, 2)
+    for shard, count in zip(SHARDS, has, strict=True):
+        ledger.pushed((loop.rank, id(loop)), shard, count)
     loop.heard = min(has)
 
 
@@ -259,12 +259,12 @@ def test_what_shards_may_have_is_dealt_when_they_have_told() -> None:
     ledger = OpenLedger(2, rounds=False, reports=True)
     for step, number in enumerate(dealt(ledger, 1, 1, 4)):
         ledger.dealing.use(1, LoopBatch(Epoch(0, 0), number), step, 1)
-    ledger.lost(1)
+    ledger.lost(1, 7, SHARDS)
     assert dealt(ledger, 0, 1, 5) == [0, 2, 4, 6, 8]
     assert ledger.dealing.waits(0, Epoch(0, 0), 0)
-    ledger.pushed(1, "shard-0", 3, 2)
+    ledger.pushed((1, 7), "shard-0", 3)
     assert dealt(ledger, 0, 2, 1) == [9]
-    ledger.pushed(1, "shard-1", 2, 2)  # a push that was torn: not all of it is in the model
+    ledger.pushed((1, 7), "shard-1", 2)  # a push that was torn: not all of it is in the model
     assert dealt(ledger, 0, 3, 2) == [5, 7]
     assert [(loss.steps, loss.missing) for loss in ledger.losses()] == [(2, 2)]
 
@@ -295,7 +295,7 @@ def test_shards_count_the_gradients_of_who_has_left() -> None:
     """Those that every chunk has, once nothing of the sender is on its way; initial parameters are no gradient."""
     state = ShardState([0, 1], EveryPush())
     reports: list[v1.SenderPushes] = []
-    kept = KeptPushes(state, counts=True)
+    kept = KeptPushes(state)
     kept.on_report = reports.append
 
     def push(chunk: int, sequence: int, *, assign: bool = False) -> None:
@@ -307,11 +307,19 @@ def test_shards_count_the_gradients_of_who_has_left() -> None:
         push(chunk, 1, assign=True)
         push(chunk, 2)
     push(0, 3)
-    state.keep_senders({("worker-0", 1)})
+    lost, never = v1.Fenced(sender="worker-1", incarnation=7), v1.Fenced(sender="worker-2", incarnation=8)
+    kept.keep({("worker-0", 1)}, [lost, never])
+    state.keep_senders({("worker-0", 1)}, kept.fenced)
     kept.report()
-    assert [(one.sender, one.incarnation, one.gradients) for one in reports] == [("worker-1", 7, 2)]
+    told = [(one.sender, one.incarnation, one.gradients) for one in reports]
+    assert told == [("worker-1", 7, 2), ("worker-2", 8, 0)]
     kept.report()
-    assert len(reports) == 1
+    assert len(reports) == 2
+    empty = KeptPushes(ShardState([], EveryPush()))
+    empty.on_report = reports.append
+    empty.keep([], [lost])
+    empty.report()
+    assert reports[-1].gradients == 1 << 53  # nothing is lacking there
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from gradstream.data.base import BatchRef, DataProgress
 from gradstream.data.dealing import Epoch, Lease, LoopBatch, Pool
 from gradstream.data.leases import AssignableBatches
 from gradstream.data.ledger import EpochCounts
-from gradstream.data.open_ledger import LoopSequence
+from gradstream.data.open_ledger import Gone, LoopSequence
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import GradstreamError
 from gradstream.runtime.base import Runtime, Work
@@ -308,6 +308,7 @@ _RECORDS: Mapping[str, type] = {
         Epoch,
         EpochCounts,
         Evaluated,
+        Gone,
         JobPhase,
         Lease,
         LoopBatch,

@@ -22,7 +22,7 @@ A shard that does not report is itself lost after its lease, which ends the run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.progress import MAX_COUNT, SampleProgress, receipt_of, ref_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
-from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.open_ledger import Gone, OpenLedger
 from gradstream.telemetry.events import SettledEvent
 from gradstream.transport.limits import worker_rank
 from gradstream.wire import v1
@@ -127,7 +127,11 @@ class OrphanedPushes(Lead):
     @property
     def settled(self) -> bool:
         """Whether the model has each push of lost workers completely, or not at all."""
-        return not self._open
+        return not self._open and not self._gone
+
+    @property
+    def _gone(self) -> Mapping[tuple[int, int], Gone]:
+        return self._ledger.gone if isinstance(self._ledger, OpenLedger) else {}
 
     @property
     def redos(self) -> list[Redo]:
@@ -145,7 +149,9 @@ class OrphanedPushes(Lead):
         if not lost.worker:
             return []
         rank = lost.node.rank
-        if not self._redoes or lost.worker in self._nodes.leaving:
+        if isinstance(self._ledger, OpenLedger):
+            self._ledger.lost(rank, lost.node.incarnation, self._nodes.placement.names)
+        elif not self._redoes or lost.worker in self._nodes.leaving:
             self._ledger.lost(rank)
         if not self._redoes:
             return []
@@ -163,7 +169,7 @@ class OrphanedPushes(Lead):
         if isinstance(report, v1.Redone):
             return
         rank = worker_rank(report.sender)
-        if rank is None or rank >= self._nodes.num_workers or report.gradients > MAX_COUNT:
+        if rank is None or rank >= self._ledger.num_workers or report.gradients > MAX_COUNT:
             raise impossible(
                 node.name, "orphaned pushes; expected those of workers, with up to 2^53 gradients"
             )
@@ -181,7 +187,8 @@ class OrphanedPushes(Lead):
             if isinstance(self._ledger, OpenLedger) and isinstance(report, v1.SenderPushes):
                 rank = worker_rank(report.sender)
                 assert rank is not None  # by `check`
-                self._ledger.pushed(rank, node.name, report.gradients, self._nodes.num_servers)
+                self._ledger.pushed((rank, report.incarnation), node.name, report.gradients)
+                return [Notify()]
             return []
         take: Callable[[str, Any], list[Instruction]] = self.redone if kind == "redone" else self.report
         out = take(node.name, report)
@@ -261,6 +268,10 @@ class OrphanedPushes(Lead):
             )
             for orphans in self._open
             for who, incarnation in orphans.senders.items()
+        )
+        notice.fenced.extend(
+            v1.Fenced(sender=member_name(0, rank), incarnation=incarnation)
+            for rank, incarnation in self._gone
         )
 
     def _of(self, sender: str, incarnation: int) -> Orphans | None:

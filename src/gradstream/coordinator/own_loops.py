@@ -38,7 +38,7 @@ class OwnLoops(Lead):
     def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
         """A lost shard reports nothing about workers any more."""
         if lost.node.role == "shard" and isinstance(self._ledger, OpenLedger):
-            self._ledger.dealing.resolve_all()
+            self._ledger.shard_lost(lost.node.name)
         return []
 
     def on_request(self, node: v1.Node, request: v1.Ending | v1.Draw, at_s: float) -> list[Instruction]:
@@ -48,7 +48,7 @@ class OwnLoops(Lead):
             self._take(node.rank, request)
             return []
         ledger = self._ledger
-        workers = ledger.num_workers if isinstance(ledger, OpenLedger) else ledger.plan.num_workers
+        workers = ledger.num_workers
         if any(rank >= workers for rank in (*request.left, *request.contributed)):
             ranks = sorted({*request.left, *request.contributed})[-8:]
             raise impossible(node.name, f"data of workers {ranks}; expected ranks below {workers}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 MOST_POOLS = 1 << 10
@@ -157,6 +158,8 @@ class Lease:
 
 
 Leases = dict[LoopBatch, Lease]
+Process = tuple[int, int]
+"""Rank and incarnation of a worker's process."""
 
 
 class Dealing:
@@ -183,8 +186,8 @@ class Dealing:
         self._pools: dict[Epoch, Pool] = {}
         self._hands: defaultdict[int, Leases] = defaultdict(dict)
         self._doubts: dict[
-            int, Leases
-        ] = {}  # of lost workers, until shards say which of their steps they have
+            Process, Leases
+        ] = {}  # of lost processes, until shards say which of their steps they have
         self._unclear: set[int] = set()  # workers that also use data that is not dealt
         self._users: set[int] = set()  # workers that have used a place
         self._waiting: set[int] = set()
@@ -302,7 +305,6 @@ class Dealing:
 
     def come(self, rank: int) -> None:
         """Notes that a worker has come. It gets its part of each epoch for which it asks."""
-        self.resolve(rank)
         self._forget(rank)
         self._ranks.add(rank)
 
@@ -316,26 +318,23 @@ class Dealing:
         for pool in self._pools.values():
             pool.parts.pop(rank, None)
 
-    def lost(self, rank: int) -> None:
+    def lost(self, process: Process) -> None:
         """Notes that a worker is lost. Others get what it had left, but for what shards may have: see `resolve`."""
+        rank = process[0]
         self._settle(rank)
         self._ranks.discard(rank)
         self._waiting.discard(rank)
         for pool in self._pools.values():
             if runs := pool.parts.pop(rank, []):
                 pool.left.setdefault(rank, []).extend(runs)
-        self._doubts[rank] = self._hands.pop(rank, {})
+        self._doubts[process] = self._hands.pop(rank, {})
 
-    def resolve(self, rank: int) -> None:
-        """Lets others have what a lost worker had without a receipt: all that shards have has one by now."""
-        for place, lease in sorted(self._doubts.pop(rank, {}).items()):
-            if not self._is_done(rank, lease):
+    def resolve(self, process: Process, received: Callable[[int], bool]) -> None:
+        """Lets others have what a lost process had without a receipt: all of its steps that shards have have one."""
+        rank = process[0]
+        for place, lease in sorted(self._doubts.pop(process, {}).items()):
+            if not self._is_done(rank, lease, received):
                 self._free(place, rank if lease.had is None else lease.had)
-
-    def resolve_all(self) -> None:
-        """Does that for all lost workers."""
-        for rank in list(self._doubts):
-            self.resolve(rank)
 
     def missing(self, rank: int, steps: int) -> int | None:
         """The number of places of a lost worker, which has made so many steps, that are not in the model.
@@ -352,7 +351,9 @@ class Dealing:
         pools = self._pools.values()
         free = sum(had == rank for pool in pools for _, had in pool.free)
         left = sum(_length(pool.left.get(rank, ())) for pool in pools)
-        return in_hand + free + left + len(self._doubts.get(rank, ()))
+        return (
+            in_hand + free + left + sum(len(one) for (other, _), one in self._doubts.items() if other == rank)
+        )
 
     # ---- in a checkpoint ----------------------------------------------------------------
 
@@ -385,12 +386,12 @@ class Dealing:
 
     def _settle(self, rank: int) -> None:
         """Forgets the places of a worker that are in the model."""
-        leases = self._hands[rank]
-        for place in [place for place, lease in leases.items() if self._is_done(rank, lease)]:
+        leases, received = self._hands[rank], partial(self._received, rank)
+        for place in [place for place, lease in leases.items() if self._is_done(rank, lease, received)]:
             del leases[place]
 
-    def _is_done(self, rank: int, lease: Lease) -> bool:
-        if lease.step is None or not self._received(rank, lease.step):
+    def _is_done(self, rank: int, lease: Lease, received: Callable[[int], bool]) -> bool:
+        if lease.step is None or not received(lease.step):
             return False
         self.samples[rank] += lease.samples
         self.num_taken += lease.had is not None

@@ -97,6 +97,11 @@ class Ledger:
         self.num_samples: int | None = 0
 
     @property
+    def num_workers(self) -> int:
+        """Number of workers; ranks are below it."""
+        return self.plan.num_workers
+
+    @property
     def num_rounds(self) -> int:
         """The mean number of receipts of a worker; with rounds, the number of rounds."""
         return self.num_receipts // self.plan.num_workers

@@ -11,12 +11,12 @@ workers are without data, the run ends before the first round in which none was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradstream.data.base import BatchRef, DataProgress
-from gradstream.data.dealing import Dealing
+from gradstream.data.dealing import Dealing, Process
 from gradstream.data.leases import Receipts
 from gradstream.errors import InternalError
 
@@ -70,6 +70,21 @@ class LoopSequence(Receipts):
         return self.lost or self.is_through
 
 
+@dataclass(slots=True)
+class Gone:
+    """A lost process of a worker, of whose pushes not all shards have told yet.
+
+    Args:
+        sequence: its minibatches.
+        awaited: names of these shards.
+        gradients: number of its first gradients that all the others have.
+    """
+
+    sequence: LoopSequence
+    awaited: set[str]
+    gradients: int
+
+
 class Left(NamedTuple):
     """What lost workers had left of the data, as far as a loop in rounds knows.
 
@@ -115,12 +130,13 @@ class OpenLedger:
     Attributes:
         is_ending: in rounds, some worker was told that the run is over for it, so nobody can come any more.
         dealing: deals out the minibatches, where workers do not do that in rounds by themselves.
+        gone: by rank and incarnation, the lost processes of whose pushes not all shards have told.
     """
 
     num_epochs = 1
     """The ledger sees the run as one data epoch; a loop counts its own epochs."""
 
-    KEPT = ("_sequences", "_dropped", "is_ending", "_last_round", "_left", "_own_data")
+    KEPT = ("_sequences", "_dropped", "is_ending", "_last_round", "_left", "_own_data", "gone")
     """See `coordinator.durable`."""
 
     def __init__(
@@ -139,9 +155,7 @@ class OpenLedger:
         self._first = first
         self._dropped = 0
         self.dealing = Dealing(range(num_workers), self._received)
-        self._pushed: dict[
-            int, dict[str, int]
-        ] = {}  # by rank of a lost worker and shard: gradients that it has
+        self.gone: dict[Process, Gone] = {}
         self.is_ending = False
         self._last_round = -1  # the last round to which a worker without data was told
         self._left: dict[int, int] = {}  # by rank of a lost worker, in rounds
@@ -248,14 +262,20 @@ class OpenLedger:
         """By data epoch, the number of samples whose gradients were refused."""
         return {0: self._dropped} if self._dropped else {}
 
-    def lost(self, rank: int) -> int:
-        """Notes that a worker is lost. Others get its minibatches (see `dealing`). Returns 0."""
-        sequence = self._sequences[rank]
+    def lost(self, rank: int, incarnation: int = 0, shards: Collection[str] = ()) -> int:
+        """Notes that a worker is lost. Others get its minibatches (see `dealing`). Returns 0.
+
+        Args:
+            rank: rank of the worker.
+            incarnation: of its process.
+            shards: names of the shards. A worker may have pushed gradients without reporting them, so others get
+                nothing of what it had begun before all shards have told how many they have.
+        """
+        process, sequence = (rank, incarnation), self._sequences[rank]
         sequence.lost = True
-        self._pushed.pop(rank, None)
-        self.dealing.lost(rank)
-        if not self._reports:
-            self.dealing.resolve(rank)
+        self.dealing.lost(process)
+        self.gone[process] = Gone(sequence, set(shards if self._reports else ()), sequence.count + MAX_AHEAD)
+        self._settle(process)
         sequence.samples = max(sequence.samples, self.dealing.samples[rank])
         return 0
 
@@ -285,25 +305,44 @@ class OpenLedger:
         """Whether a worker has come to a run that had begun, and has nothing in the model yet."""
         return self._sequences[rank].enters
 
-    def pushed(self, rank: int, shard: str, gradients: int, num_shards: int) -> None:
-        """Takes a shard's report of how many gradients of a lost worker it has. The reports of all count as receipts.
-
-        A worker may have pushed gradients without reporting them. Others get nothing of it before all shards have told.
+    def pushed(self, process: Process, shard: str, gradients: int) -> None:
+        """Takes a shard's report on a lost process. The reports of all shards count as receipts.
 
         Args:
-            rank: rank of the worker.
+            process: rank and incarnation.
             shard: name of the shard.
             gradients: number of gradients that all its chunks have: the worker's first ones.
-            num_shards: number of shards of the run.
         """
-        sequence, known = self._sequences[rank], self._pushed.setdefault(rank, {})
-        known[shard] = min(gradients, sequence.count + MAX_AHEAD)
-        if not sequence.lost or len(known) < num_shards:
+        if (gone := self.gone.get(process)) is not None and shard in gone.awaited:
+            gone.awaited.remove(shard)
+            gone.gradients = min(gone.gradients, gradients)
+            self._settle(process)
+
+    def shard_lost(self, shard: str) -> None:
+        """Waits no longer for the reports of a lost shard, which may have had anything."""
+        for process in list(self.gone):
+            self.pushed(process, shard, 0)
+
+    def _settle(self, process: Process) -> None:
+        """Gives others what a lost process has not made, once all shards have told."""
+        gone, rank = self.gone[process], process[0]
+        if gone.awaited:
             return
-        for step in range(sequence.low, min(known.values())):
-            sequence.add(step)
-        self.dealing.resolve(rank)
-        sequence.samples = max(sequence.samples, self.dealing.samples[rank])
+        del self.gone[process]
+        sequence, now = gone.sequence, self._sequences[rank]
+        steps, samples = sequence.num_steps, self.dealing.samples[rank]
+        if self._reports:
+            for step in range(sequence.low, gone.gradients):
+                sequence.add(step)
+        self.dealing.resolve(process, lambda step: step < 0 or sequence.received(step))
+        more = self.dealing.samples[rank] - samples
+        if now is not sequence:  # another process has come meanwhile
+            now.earlier += sequence.num_steps - steps
+            now.earlier_samples += more
+        if now.lost:
+            now.samples = max(now.samples, self.dealing.samples[rank])
+        elif now.total is not None:
+            now.samples += more
 
     def losses(self) -> list[LostSamples]:
         """The samples of lost workers that had not finished their parts; none in rounds of which no loop knows that."""

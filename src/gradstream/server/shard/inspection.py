@@ -18,16 +18,12 @@ from gradstream.server.aggregation import rank_of
 from gradstream.server.procedure import names_of
 from gradstream.server.rows import Part, RowPart, elements_of, unpack
 from gradstream.server.shard.config import ShardConfig
-from gradstream.server.shard.state import Sender
+from gradstream.server.shard.state import MAX_COUNT, Sender
 from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
 from gradstream.wire.chunks import part_of
 from gradstream.wire.frames import ABSENT, CODED
-
-MAX_COUNT = 1 << 53
-"""Largest number of a push, a version or a clock: no run counts further."""
-
 
 _SAME_FILE = "; every node must run the same job file"
 _NO_CLOCKS = ", where workers have no clocks; the strategy's rule says `clocked = True` if they have"

@@ -224,18 +224,14 @@ class KeptPushes:
 
     Args:
         state: the state machine of the chunks.
-        counts: whether to report how many gradients of a lost worker are in the chunks, where its pushes name no
-            minibatches: a user's own loop does not know whose samples the others compute again.
 
     Attributes:
         on_report: called with the pushes of each lost worker, once.
     """
 
-    def __init__(self, state: ShardState, *, counts: bool = False) -> None:
+    def __init__(self, state: ShardState) -> None:
         self.on_report: Callable[[v1.SenderPushes], None] = lambda pushes: None
         self._state = state
-        self._counts = counts
-        self._named: set[Sender] = set()  # whose pushes name their minibatches
         self._kept: dict[Sender, _Kept] = {}
         self._substitutes: dict[Sender, dict[int, str]] = {}  # of lost workers, by number of a torn push
         self._reported: set[Sender] = set()
@@ -249,7 +245,6 @@ class KeptPushes:
         """Keeps the minibatches of a push that begins, and frees those that the coordinator has receipts of."""
         if not push.batches:
             return
-        self._named.add(sender)
         kept = self._kept.get(sender, _Kept())
         while kept.pushes and (oldest := next(iter(kept.pushes))) <= push.settled:
             kept.forget(oldest)
@@ -297,14 +292,6 @@ class KeptPushes:
             if sender not in self._reported and self._state.withdraw(sender):
                 self._reported.add(sender)
                 self.on_report(self._pushes_of(sender))
-        for sender, gradients in self._state.departed().items():
-            if self._counts and sender not in self._named:
-                name, incarnation = sender
-                chunks = len(self._state.chunks)
-                self.on_report(
-                    v1.SenderPushes(sender=name, incarnation=incarnation, chunks=chunks, gradients=gradients)
-                )
-            self._named.discard(sender)
 
     def _pushes_of(self, sender: Sender) -> v1.SenderPushes:
         kept, state = self._kept.pop(sender, _Kept()), self._state
@@ -313,7 +300,13 @@ class KeptPushes:
             for sequence, names in kept.pushes.items()
         ]
         name, incarnation = sender
-        return v1.SenderPushes(sender=name, incarnation=incarnation, chunks=len(state.chunks), pushes=pushes)
+        return v1.SenderPushes(
+            sender=name,
+            incarnation=incarnation,
+            chunks=len(state.chunks),
+            pushes=pushes,
+            gradients=state.num_gradients(sender),
+        )
 
     def check_substitute(self, opened: v1.Open, push: v1.Push) -> None:
         """Refuses a push for a lost worker which the coordinator has not asked its sender for, as far as is known here.

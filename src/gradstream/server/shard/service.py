@@ -135,7 +135,7 @@ class ShardService:
         self.inspection = inspection = Inspection(endpoint.identity, store, self.executor.counters, config)
         notifier = WaitNotifier(runtime, config.waiting_every_s, state)
         pacer = PushPacer() if config.rule.paced else None
-        self.kept_pushes = KeptPushes(state, counts=not config.rule.by_round)
+        self.kept_pushes = KeptPushes(state)
         self.executor.on_freed = self.kept_pushes.report
         self._pushes = PushHandler(
             runtime, self.executor, inspection, notifier, self.quorum, pacer, self.kept_pushes

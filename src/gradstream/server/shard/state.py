@@ -21,7 +21,7 @@ window are their special case of one writer per clock entry).
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -29,6 +29,10 @@ from typing import Literal
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.shard.passes import ChunkProcedure, Clocks
 from gradstream.wire.frames import SequenceWindow
+
+MAX_COUNT = 1 << 53
+"""Largest number of a push, a version or a clock: no run counts further."""
+
 
 # ---- instructions ------------------------------------------------------------------------
 # What the state machine has the executor do.
@@ -201,9 +205,6 @@ class ShardState:
         self._lingering: dict[
             int, set[Sender]
         ] = {}  # by chunk: senders that left before their pushes were applied
-        self._departed = defaultdict[Sender, list[int]](
-            list
-        )  # of senders that have left, by chunk: see `departed`
         self.chunks = {chunk: ChunkState(chunk) for chunk in chunks}
         self.clocks = Clocks(self.chunks, workers)
 
@@ -317,17 +318,6 @@ class ShardState:
         """Names of senders that have left, and whose pushes are not all applied."""
         return {name for senders in self._lingering.values() for name, _ in senders}
 
-    def departed(self) -> dict[Sender, int]:
-        """Number of gradients in every chunk, of each sender whose state was freed since the last call."""
-        whole = {
-            sender: min(counts)
-            for sender, counts in self._departed.items()
-            if len(counts) == len(self.chunks)
-        }
-        for sender in whole:
-            del self._departed[sender]
-        return whole
-
     def withdraw(self, sender: Sender) -> bool:
         """Drops pushes of a sender that has left which the rule does not take without others.
 
@@ -344,12 +334,16 @@ class ShardState:
         windows = (state.windows.get(sender, ()) for state in self.chunks.values())
         return sum(sequence in window for window in windows)
 
+    def num_gradients(self, sender: Sender) -> int:
+        """Number of gradients of a sender that every chunk has, while its windows are kept; without chunks, the most."""
+        return min((state.gradients.get(sender, 0) for state in self.chunks.values()), default=MAX_COUNT)
+
     def _free(self, state: ChunkState) -> None:
         lingering = state.senders - self._members
         kept = lingering | self._members | self._fenced
         for gone in [window for window in state.windows if window not in kept]:
             del state.windows[gone]
-            self._departed[gone].append(state.gradients.pop(gone, 0))
+            state.gradients.pop(gone, None)
         if lingering:
             self._lingering[state.index] = lingering
         else:
