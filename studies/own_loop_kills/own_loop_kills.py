@@ -31,10 +31,8 @@ import numpy as np
 
 import gradstream as gs
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
-sys.path.append(str(ROOT / "bench"))
-from common import command_line, keep, origin
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+from common import ROOT, command_line, keep, origin
 from kit.machines import Machine, Machines, unavailable
 
 SCRIPT, RESULT = Path(__file__).with_name("own.py"), Path(__file__).with_name("record.json")

@@ -5,15 +5,18 @@ Whole runs on two machines are in test_remote_join.py.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import newest
-from gradstream.checkpoint.elsewhere import PART_BYTES, CopyKeeper
+from gradstream.checkpoint.elsewhere import PART_BYTES, CopyKeeper, ElsewhereStorage
 from gradstream.checkpoint.folder import Policy, data_offset
 from gradstream.checkpoint.manifest import STATE
 from gradstream.checkpoint.snapshot import NodeSnapshots
@@ -267,3 +270,17 @@ def test_a_torn_copy_is_none_and_the_next_machine_gets_it(monkeypatch: pytest.Mo
     assert {event["worker"]: bool(event["error"]) for event in sent} == {"worker-1": True, "worker-2": False}
     assert not copies[1].files
     assert newest(copies[2], lambda error: None) is not None
+
+
+def test_only_checkpoints_are_elsewhere(tmp_path: Path) -> None:
+    """A worker that does not see the run directory writes the final model on its own machine, and what is beside it."""
+
+    async def there() -> None:
+        storage = ElsewhereStorage(tmp_path, MagicMock(), "coordinator", silence_s=1.0)
+        for path in ("checkpoints/pretrained.json", "checkpoints/final/model.safetensors"):
+            with pytest.raises(FileNotFoundError):
+                storage.read(path)
+            storage.write(path, b"here")
+            assert storage.read(path) == (tmp_path / path).read_bytes() == b"here"
+
+    asyncio.run(there())

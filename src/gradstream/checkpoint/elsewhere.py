@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import re
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class ElsewhereStorage(DiskStorage):
-    """Implements `Storage`: paths in "checkpoints/" are on the coordinator's disk, all others on this machine's.
+    """Implements `Storage`: checkpoints are on the coordinator's disk, all other files on this machine's.
 
     Methods block while they access files of a checkpoint: call them from threads beside the event loop. They raise
     OSError if the coordinator cannot be reached, or cannot read or write.
@@ -137,7 +138,7 @@ class ElsewhereStorage(DiskStorage):
 
 
 def _is_kept(path: str) -> bool:
-    return path.startswith(f"{FOLDER}/")
+    return re.match(rf"{FOLDER}/\.?step-", path) is not None
 
 
 # ---- copies ------------------------------------------------------------------------------

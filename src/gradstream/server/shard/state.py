@@ -335,7 +335,7 @@ class ShardState:
         return sum(sequence in window for window in windows)
 
     def num_gradients(self, sender: Sender) -> int:
-        """Number of gradients of a sender that every chunk has, while its windows are kept; without chunks, the most."""
+        """Number of gradients of a sender that every chunk has, while its windows are kept; without chunks the most."""
         return min((state.gradients.get(sender, 0) for state in self.chunks.values()), default=MAX_COUNT)
 
     def _free(self, state: ChunkState) -> None:
