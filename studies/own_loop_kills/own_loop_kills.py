@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 import gradstream as gs
 
@@ -99,7 +100,7 @@ def run_once(strategy: str, machines: Machines, spread: bool, seed: int, folder:
             found["kills"] += 1
     found["failed"] = sum(one.process.wait(60) != 0 for one in [launcher, *others])
     found["joined"] = len(others) - (WORKERS - 1 if spread else 0)
-    found.update(audit(told, folder / "launcher" / "run"))
+    found.update(audit(folder))
     return found
 
 
@@ -114,18 +115,20 @@ def _living(told: Path) -> list[int]:
     return sorted(found)
 
 
-def audit(told: Path, run_dir: Path) -> Counter[str]:
+def audit(folder: Path) -> Counter[str]:
     """What became of the uses of samples: "lost", "doubled", or "torn" where one half of the model has them."""
-    samples = np.fromfile(told / "uses", dtype=np.int32)
-    run = gs.Run.load(run_dir)
-    there = run.parameters["uses"][:, : len(samples)] != 0
+    samples = np.fromfile(folder / "told" / "uses", dtype=np.int32)
+    (model,) = folder.glob(
+        "**/final/model.safetensors"
+    )  # on another machine, if the first one has no worker left
+    there = load_file(model)["uses"][:, : len(samples)] != 0
     counts = np.bincount(samples[there.any(axis=0)], minlength=SAMPLES) - EPOCHS
     return Counter(
         lost=int(-counts[counts < 0].sum()),
         doubled=int(counts[counts > 0].sum()),
         torn=int((there[0] != there[1]).sum()),
-        accounted=run.summary["samples_accounted"],
-        processes=len(list(told.glob("alive-*"))),
+        accounted=gs.Run.load(folder / "launcher" / "run").summary["samples_accounted"],
+        processes=len(list((folder / "told").glob("alive-*"))),
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import re
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
