@@ -237,3 +237,9 @@ def test_muon_has_whole_matrices() -> None:
         batch_size=8, epochs=1,
     )  # fmt: skip
     assert np.isfinite(run.parameters["weight"]).all()
+
+
+def test_a_worker_beyond_the_number_at_the_beginning_meets_all_others() -> None:
+    met = {pair for number in range(60) for pair in matching(1, number, 3, {0, 1, 2, 4})}
+    assert met == {(one, other) for one in (0, 1, 2) for other in (1, 2, 4) if one < other}
+    assert matching(1, 5, 3, {0, 2}) == matching(1, 5, 3, [2, 0]) and matching(1, 5, 3, ()) == []

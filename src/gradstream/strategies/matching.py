@@ -4,8 +4,8 @@
     rank 4 is gone                              3 0 | - 1 | 5 2        rank 1 has no partner
     ranks 4 and 5 are gone                      3 0 | - 1 | - 2        those without a partner meet each other: 1 and 2
 
-The order contains all ranks that the run may have, present or not. So a worker that dies or joins changes only the
-pairs of its own partner and of workers without one. If the number of workers is odd, one has no partner and makes the
+The order contains all ranks of the run's beginning, present or not, and those up to the highest present one. So a worker
+that dies, or takes a lost one's place, changes only the pairs of its own partner and of workers without one. If the number of workers is odd, one has no partner and makes the
 round alone.
 """
 
@@ -30,12 +30,13 @@ def matching(seed: int, number: int, workers: int, live: Collection[int]) -> lis
     Args:
         seed: seed of the run.
         number: number of the round.
-        workers: W, number of ranks of the run, present or not.
+        workers: W, number of ranks at the run's beginning, present or not.
         live: the present ranks.
 
     Returns:
         The pairs; each rank is in at most one.
     """
+    workers = max(workers, *(1 + rank for rank in live)) if live else workers
     order = _order(seed, number, workers)
     pairs, left = list[Pair](), list[int]()
     for first in range(0, workers, 2):
