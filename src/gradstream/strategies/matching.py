@@ -4,9 +4,9 @@
     rank 4 is gone                              3 0 | - 1 | 5 2        rank 1 has no partner
     ranks 4 and 5 are gone                      3 0 | - 1 | - 2        those without a partner meet each other: 1 and 2
 
-The order contains all ranks of the run's beginning, present or not, and those up to the highest present one. So a worker
-that dies, or takes a lost one's place, changes only the pairs of its own partner and of workers without one. If the number of workers is odd, one has no partner and makes the
-round alone.
+The order contains all ranks of the run's beginning, present or not, and those up to the highest present one. A worker
+that dies, or takes a lost one's place, changes only the pairs of its own partner and of workers without one. If the
+number of workers is odd, one has no partner and makes the round alone.
 """
 
 from __future__ import annotations
