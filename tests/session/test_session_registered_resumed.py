@@ -158,7 +158,7 @@ def test_what_is_registered_goes_on_with_the_same_bytes(
 
 @pytest.mark.limit_s(200)
 def test_a_rate_that_begins_anew_is_refused(
-    tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "own.py"
@@ -171,7 +171,7 @@ def test_a_rate_that_begins_anew_is_refused(
         gs.resume(tmp_path / "stopped")
     script.write_text(text_of(9, "range", **without))
     gs.resume(tmp_path / "stopped", allow_changed=True)
-    assert "from here on: lr is " in (warm.logs / "worker-0.log").read_text()
+    assert "from here on: lr is " in capsys.readouterr().err
 
 
 SEEN = """
