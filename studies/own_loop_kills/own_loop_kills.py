@@ -7,7 +7,8 @@
 A run begins with three workers. One after the other is killed by SIGKILL, any of them, as long as another one trains.
 The launcher starts each again, and two more workers join. Machines are network namespaces, with TLS between them.
 Each use of a sample has an element of the parameters of its own (`own.py`), so they tell how many uses of each sample
-they contain: as many as epochs, if none is lost or doubled.
+they contain: as many as epochs, if none is lost or doubled. Not seen: one gradient that is applied twice, and a use
+lost in one epoch beside another of the same sample that is doubled.
 """
 
 from __future__ import annotations
@@ -118,9 +119,8 @@ def _living(told: Path) -> list[int]:
 def audit(folder: Path) -> Counter[str]:
     """What became of the uses of samples: "lost", "doubled", or "torn" where one half of the model has them."""
     samples = np.fromfile(folder / "told" / "uses", dtype=np.int32)
-    (model,) = folder.glob(
-        "**/final/model.safetensors"
-    )  # on another machine, if the first one has no worker left
+    # It is on another machine, if the first one has no worker left.
+    (model,) = folder.glob("**/final/model.safetensors")
     there = load_file(model)["uses"][:, : len(samples)] != 0
     counts = np.bincount(samples[there.any(axis=0)], minlength=SAMPLES) - EPOCHS
     return Counter(

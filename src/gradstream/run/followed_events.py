@@ -187,9 +187,8 @@ class FollowedEvents:
             of_disk = any(f"[Errno {number}]" in text for number in DISK_ERRORS)
             self.say_of_disk(text, about="a checkpoint") if of_disk else say(text, MESSAGE_BYTES)
         elif event["event"] == "note":
-            if (
-                event["message"] not in self._noted and len(self._noted) < MAX_NOTES
-            ):  # several workers may notice it
+            # Several workers may notice the same.
+            if event["message"] not in self._noted and len(self._noted) < MAX_NOTES:
                 self._noted.add(event["message"])
                 say(event["message"], MESSAGE_BYTES)
         elif event["event"] == "left_over":
