@@ -161,8 +161,14 @@ class GradstreamTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """See `Trainer`. The others wait for the main worker's files: `Trainer` looks whether the best are there."""
+        is_main = self._session.is_main
+        if not is_main:
+            self._session.barrier()
         with self._session.evaluation():
             super()._save_checkpoint(*args, **kwargs)
+        if is_main:
+            self._session.barrier()
 
 
 class _Length(int):
@@ -322,7 +328,7 @@ class _Progress:
 
 
 class _WrapCallback(TrainerCallback):
-    """Wraps model and optimizer when they are ready, and has all workers wait while the main one saves."""
+    """Wraps model and optimizer when they are ready, and tells how many steps are left."""
 
     def __init__(self, trainer: GradstreamTrainer, session: WorkerSession) -> None:
         self._trainer = trainer
@@ -356,6 +362,3 @@ class _WrapCallback(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.max_steps <= 0 and self._trainer._loader is not None:
             state.max_steps = self._trainer._progress.max_steps()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._session.barrier()
