@@ -114,7 +114,7 @@ def resume(
     info = read_record(path / "run.json")  # the end of the run adds to it, so refuse a damaged one now
     job = dataclasses.replace(job, name=job.name or info.get("name"))
     if is_script(job):
-        check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
+        check_script(dataclasses.replace(job, optimizer=None), options)  # the spec has filled one in
     _check_unchanged(path, job, is_another=is_another)
     if listen is not None:
         if "workers" not in options:

@@ -9,12 +9,12 @@
     ├── UserCodeError                   you: your function raised
     │   ├── GradientError (ValueError)  you: a gradient or loss that cannot be used
     │   │   └── NonFiniteError          you: it has a NaN or an infinity
-    │   └── DataError (ValueError)      you: a data set that cannot be read
+    │   ├── DataError (ValueError)      you: a data set that cannot be read
+    │   └── ReplicasDifferError         replicas differ: your loop, or the machines, or a bug of ours
     ├── PeerLostError (ConnectionError) the machine or process of a peer is gone
     ├── DeadlineError (TimeoutError)    a peer was silent for longer than allowed
     ├── DiskError (OSError)             the disk of the run directory is full or broken
     ├── DivergedError                   a replay differs from the recorded run; says where
-    ├── ReplicasDifferError             replicas differ: your loop, or the machines, or a bug of ours
     ├── RefusedError                    a peer understood the request and said no
     │   └── JoinRefusedError            you: `gradstream join` with another token, file, data or version
     ├── ClosedError                     used after it was closed
@@ -116,24 +116,6 @@ class DivergedError(GradstreamError):
     """A replay differs from the recorded run; the message names the first shard, chunk and update."""
 
 
-class ReplicasDifferError(GradstreamError):
-    """Replicas that must be equal differ between workers.
-
-    Args:
-        message: names the step, the values, and what in the user's script may be the cause.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"{message}. {self._OTHERWISE}")
-
-    _OTHERWISE = (
-        "If the script does the same on every worker, it is something else: other versions of torch or of a library on "
-        "one machine (`gradstream doctor`), a data file that differs there, operations of a GPU that sum in any order "
-        "(torch.use_deterministic_algorithms), a machine that computes wrongly, or a bug of gradstream: please report "
-        "it if two workers on one machine differ"
-    )
-
-
 class PreflightError(GradstreamError):
     """A check before the start failed; the run itself was not started."""
 
@@ -165,6 +147,26 @@ class NonFiniteError(GradientError):
 
 class DataError(UserCodeError, ValueError):
     """A data set that cannot be read, or does not fit the request."""
+
+
+class ReplicasDifferError(UserCodeError):
+    """Replicas that must be equal differ between workers.
+
+    Args:
+        message: names the step, the values, and what in the user's script may be the cause.
+        traceback_text, culprit: see `UserCodeError`.
+    """
+
+    def __init__(self, message: str, traceback_text: str = "", culprit: str = "") -> None:
+        told = message if self._OTHERWISE in message else f"{message}. {self._OTHERWISE}"
+        super().__init__(told, traceback_text, culprit)
+
+    _OTHERWISE = (
+        "If the script does the same on every worker, it is something else: other versions of torch or of a library on "
+        "one machine (`gradstream doctor`), a data file that differs there, operations of a GPU that sum in any order "
+        "(torch.use_deterministic_algorithms), a machine that computes wrongly, or a bug of gradstream: please report "
+        "it if two workers on one machine differ"
+    )
 
 
 class PeerLostError(GradstreamError, ConnectionError):

@@ -35,11 +35,12 @@ def test_a_roster_knows_who_makes_which_round_and_who_has_come() -> None:
     assert roster.of(-4) == roster.of(0) == (0, 2)
     roster.change(5, [2])
     roster.change(5, [1, 2], [1])  # in the same round
+    assert roster.newest == (1,)
     roster.change(8, [0, 1, 2], [0])
     assert [roster.of(number) for number in (4, 5, 7, 8)] == [(0, 2), (1, 2), (1, 2), (0, 1, 2)]
     assert [roster.since(rank, 9) for rank in range(3)] == [8, 5, None]
     assert [roster.since(rank, 7) for rank in range(1, 3)] == [5, None]
-    assert roster.first == 2
+    assert (roster.first, roster.newest) == (2, (0,))
     at_once = Roster(2)
     at_once.change(0, [0, 1])
     at_once.change(0, [0, 1], [0])  # worker-0 has died, and come back, in the very first round
@@ -59,6 +60,7 @@ class Worker:
         self.takeover = Takeover(
             lambda: self.batches,
             roster,
+            num_at_first=len(roster.changes[0].ranks),
             in_rounds=True,
             steps_a_round=loops.per_round if loops.local_rounds else 1,
         )
@@ -249,7 +251,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import gradstream
 
-strategy, here, rank, at, where, sharded, waits = json.loads(sys.argv[1])
+strategy, here, rank, at, where, sharded, waits, differs = json.loads(sys.argv[1])
 plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
 options = {"local-sgd": {"every": 3}, "diloco": {"every": 3, **plain}}.get(strategy, {})
 session = gradstream.join(strategy, strategy_options=options, workers=3)
@@ -295,6 +297,8 @@ for epoch in range(EPOCHS):
         model(ids).backward()
         optimizer.step()
         made += 1
+        if differs and not is_first:
+            model.pad.data.add_(1e-3)  # as a step at another rate would
         while waits and is_first and made == at + 2 and not os.path.exists(again):
             time.sleep(0.05)
         time.sleep(0.2 if waits else 0)
@@ -309,11 +313,18 @@ with open(f"{here}/{session.rank}.json", "w") as out:
 
 
 def train(
-    here: Path, strategy: str, *, at: int, where: str, sharded: bool = True, waits: bool = False
+    here: Path,
+    strategy: str,
+    *,
+    at: int,
+    where: str,
+    sharded: bool = True,
+    waits: bool = False,
+    differs: bool = False,
 ) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
     """Runs the script on three workers, of which worker-1 dies, and returns what the others have found."""
     (here / "script.py").write_text(SCRIPT)
-    told = json.dumps([strategy, str(here), 1, at, where, sharded, waits])
+    told = json.dumps([strategy, str(here), 1, at, where, sharded, waits, differs])
     words = ["train", str(here / "script.py"), "--run-dir", str(here / "run"), "--", told]
     done = subprocess.run(
         [sys.executable, "-m", "gradstream", *words],
@@ -371,6 +382,17 @@ def test_a_new_process_takes_the_place_of_a_killed_worker(tmp_path: Path, strate
     assert all((one["used"], one["sum"]) == (left[0]["used"], left[0]["sum"]) for one in left)
     assert set(left[0]["used"]) == {2}
     assert "in the model   214 samples" in done.stdout + done.stderr
+
+
+@pytest.mark.limit_s(200)
+def test_a_newcomer_that_makes_other_steps_is_lost_alone(tmp_path: Path) -> None:
+    done, left = train(tmp_path, "allreduce", at=3, where="step", waits=True, differs=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "it could not stay in step: ReplicasDifferError" in done.stderr
+    assert "the others go on: register what changes its steps" in done.stderr
+    assert {one["first"] for one in left} == {True}
+    assert left[0]["sum"] == left[1]["sum"]
+    assert set(left[0]["used"]) == {2}
 
 
 @pytest.mark.limit_s(200)

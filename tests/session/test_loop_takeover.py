@@ -278,6 +278,16 @@ def test_a_loop_that_breaks_off_leaves_nothing_to_others() -> None:
     assert ledger.losses() == []
 
 
+def test_a_loop_that_ends_leaves_epochs_that_it_never_began_to_the_others() -> None:
+    """Whether the others have begun them before it ended, or begin them later."""
+    ledger = OpenLedger(2, rounds=False)
+    assert dealt(ledger, 0, 1) == [0, 2, 4, 6]
+    ledger.ended(1, 0, 0, 0)  # it never asked for anything
+    assert dealt(ledger, 0, 2, 5) == [1, 3, 5, 7, 8]
+    ledger.dealing.end_epoch(Epoch(0, 0), 8)
+    assert dealt(ledger, 0, 3) == []
+
+
 @pytest.mark.parametrize("planted", ["own data", "unclear", "nothing dealt"])
 def test_what_cannot_be_told_is_unknown(planted: str) -> None:
     ledger = OpenLedger(2, rounds=False)
@@ -368,7 +378,7 @@ class Reached:
     def __init__(self, workers: int = 2) -> None:
         self.ledger = OpenLedger(workers, rounds=False)
         self.counts = SimpleNamespace(batches=0, steps=0)
-        self.takeover = Takeover(lambda: self.counts.batches, Roster(workers))
+        self.takeover = Takeover(lambda: self.counts.batches, Roster(workers), num_at_first=workers)
         self.takeover.bridge = self  # type: ignore[assignment]
         self.loops = own_loops(self.ledger)
 
@@ -447,6 +457,7 @@ def test_a_newcomer_knows_how_many_minibatches_it_gets() -> None:
     reached.ledger.lost(0)
     reached.ledger.come(0)
     loader, lengths = reached.loader(DataLoader(numbers(24), 2)), list[int]()
+    assert len(loader) == 6  # before its loop: what the others were told, for a schedule made of it
     for _ in loader:
         lengths.append(len(loader))
         reached.step()

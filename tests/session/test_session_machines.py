@@ -248,10 +248,15 @@ class Used(nn.Module):
 
 model = Used()
 loader = session.shard(DataLoader(TensorDataset(torch.arange(N)), batch_size=8, shuffle=True))
+before = len(loader)
 if session.rank:
     (folder / "coming").touch()
 groups = [{"params": [model.uses]}, {"params": [model.own], "lr": 0.01, "momentum": 0.9}]
 model, optimizer = session.wrap(model, torch.optim.SGD(groups, lr=1.0))
+assert len(loader) == before
+rate = lambda step: 1 - 0.5 * step / (EPOCHS * before)  # the schedule of a newcomer is that of the others
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+session.register(scheduler=scheduler)
 begun_at = session.step
 for epoch in range(EPOCHS):
     for (ids,) in loader:
@@ -260,11 +265,12 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         model(ids, epoch).backward()
         optimizer.step()
+        scheduler.step()
         time.sleep(0.2)
 session.close()
 once = bool((model.uses.detach() != 0).all())
 total = round(float(model.uses.detach().sum()), 9)
-told = [once, total, session.world_size, session.step, begun_at > 0, float(model.own)]
+told = [once, total, session.world_size, session.step, begun_at > 0, float(model.own), before]
 (folder / f"{session.rank}.json").write_text(json.dumps(told))
 """
 
@@ -300,6 +306,7 @@ def test_a_machine_joins_a_run_that_has_begun_beyond_the_number_at_its_beginning
     assert "in the model   390 samples" in said
     first, second = (json.loads((told / f"{rank}.json").read_text()) for rank in range(2))
     assert first[0] and second[0], "not each sample was used"
+    assert first[6] == second[6] == 25
     if strategy != "gossip":  # in pairs each keeps parameters of its own
         assert (first[:2], first[5]) == (second[:2], second[5])
     if strategy == "allreduce":

@@ -36,7 +36,7 @@ from gradstream.coordinator.registry import CoordinatorPlan, leads_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import unjoined
-from gradstream.errors import PeerLostError
+from gradstream.errors import PeerLostError, ReplicasDifferError
 from gradstream.runtime.deadlines import to_wait_longer
 from gradstream.telemetry.events import Event, JoinedEvent, LeftEvent
 from gradstream.transport.limits import worker_rank
@@ -311,13 +311,15 @@ class Membership:
         return out
 
     def _failed(self, node: v1.Node, failure: v1.Failure, at_s: float) -> list[Instruction]:
-        """Ends the run: a member cannot go on. A newcomer that has contributed nothing yet is lost alone."""
-        ledger = self.progress.ledger
-        is_new = node.role == "worker" and isinstance(ledger, OpenLedger) and ledger.enters(node.rank)
-        if is_new and not failure.culprit:
+        """Ends the run: a member cannot go on. A newcomer that could not begin, or differs, is lost alone."""
+        ledger, could_not = self.progress.ledger, ""
+        if node.role == "worker" and isinstance(ledger, OpenLedger) and not failure.culprit:
+            differs = failure.error == ReplicasDifferError.__name__ and ledger.is_late(node.rank)
+            could_not = "begin" if ledger.enters(node.rank) else "stay in step" if differs else ""
+        if could_not:
             error = escaped(failure.error, NAME_BYTES)
             text = escaped(failure.message, MESSAGE_BYTES, newlines=True)
-            return self.lost(node.name, f"it could not begin: {error}: {text}", at_s)
+            return self.lost(node.name, f"it could not {could_not}: {error}: {text}", at_s)
         return self.life.abort(
             failure.culprit or node.name,
             escaped(failure.error, NAME_BYTES),

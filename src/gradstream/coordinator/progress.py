@@ -186,13 +186,14 @@ class SampleProgress(Lead):
         """Returns a warning for each user's loop that was too short: see `OpenLedger.brief`."""
         if not isinstance(self.ledger, OpenLedger):
             return []
+        left = "of the epoch in which it ended" if self.ledger.dealing.is_used else "of its data"
         return [
             LeftOverEvent(
                 who=f"worker-{rank}",
                 steps=total,
                 missing=None,
                 message=f"the loop of worker-{rank} has ended after {total:,} steps, the longest one "
-                f"after {longest:,}: data that it had left is not in the model",
+                f"after {longest:,}: what it had left {left} is not in the model",
             )
             for rank, (total, longest) in self.ledger.brief().items()
         ]

@@ -8,6 +8,7 @@ receipts of steps tell which places are in the model.
     lost       what it had without a receipt is free, and what it had not asked for as well: workers that are through
                with their own part of an epoch get it, also in a later epoch
     come       the others give up a part of what they have not asked for
+    ended      a loop that breaks an epoch off leaves nothing of it to others; of epochs that it never began, all
 
 A place that nobody gets before all loops end is told as missing.
 """
@@ -68,6 +69,7 @@ class Pool:
     free: deque[tuple[int, int]] = field(
         default_factory=deque
     )  # (place, rank of the lost worker that had it)
+    begun: set[int] = field(default_factory=set)  # ranks of the workers that have asked for places
 
     def join(self, rank: int) -> None:
         """Gives a worker that has come its part: of what lost workers have left first, then some of each other part."""
@@ -197,6 +199,11 @@ class Dealing:
         self.num_taken = 0
         self.samples: Counter[int] = Counter()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the loops take minibatches from here."""
+        return bool(self._pools)
+
     # ---- what a worker says -------------------------------------------------------------
 
     def use(self, rank: int, place: LoopBatch, step: int, samples: int) -> None:
@@ -267,6 +274,7 @@ class Dealing:
             pool.divide(sorted(self._ranks))
         if rank not in pool.parts:
             pool.join(rank)
+        pool.begun.add(rank)
         if (index := pool.fresh(rank)) is not None:
             return LoopBatch(epoch, index), None
         for number in range(max(oldest, epoch.number - MOST_POOLS), epoch.number + 1):
@@ -309,14 +317,18 @@ class Dealing:
         self._ranks.add(rank)
 
     def ended(self, rank: int) -> None:
-        """Notes that a worker's loop has ended. What it has not used is nobody's: the loop has broken off."""
+        """Notes that a worker's loop has ended. What it has not used of an epoch that it had begun is broken off."""
         self._settle(rank)
         self._ranks.discard(rank)
         self._waiting.discard(rank)
         for place in [place for place, lease in self._hands[rank].items() if lease.step is None]:
             self.drop(rank, place)
         for pool in self._pools.values():
-            pool.parts.pop(rank, None)
+            runs = pool.parts.pop(rank, [])
+            if (
+                runs and rank not in pool.begun
+            ):  # the others have begun it: they divide it as they do later ones
+                pool.left.setdefault(NOBODY, []).extend(runs)
 
     def lost(self, process: Process) -> None:
         """Notes that a worker is lost. Others get what it had left, but for what shards may have: see `resolve`."""

@@ -149,6 +149,7 @@ class OpenLedger:
         reports: bool = False,
     ) -> None:
         self._sequences = [LoopSequence() for _ in range(num_workers)]
+        self._num_first = num_workers
         self._rounds = rounds
         self._deals = deals
         self._reports = reports
@@ -305,6 +306,10 @@ class OpenLedger:
         """Whether a worker has come to a run that had begun, and has nothing in the model yet."""
         return self._sequences[rank].enters
 
+    def is_late(self, rank: int) -> bool:
+        """Whether a worker has come to a run that had begun."""
+        return rank >= self._num_first or self._sequences[rank].returned
+
     def pushed(self, process: Process, shard: str, gradients: int) -> None:
         """Takes a shard's report on a lost process. The reports of all shards count as receipts.
 
@@ -368,13 +373,18 @@ class OpenLedger:
     def brief(self) -> dict[int, tuple[int, int]]:
         """By rank, loops shorter than `BRIEF` of the longest loop: (minibatches, minibatches of the longest).
 
-        Loops over loaders of `shard` have about the same length, unless a worker has taken something over.
+        Loops over loaders of `shard` have about the same length, unless one has come late, or another has taken
+        something over.
         """
-        if any(sequence.lost or sequence.returned for sequence in self._sequences):
+        if self.dealing.num_taken:
             return {}
-        totals = [max(0, (sequence.total or 0) - self._first) for sequence in self._sequences]
-        longest = max(totals)
-        return {rank: (total, longest) for rank, total in enumerate(totals) if total < BRIEF * longest}
+        totals = {
+            rank: max(0, (sequence.total or 0) - self._first)
+            for rank, sequence in enumerate(self._sequences[: self._num_first])
+            if not (sequence.lost or sequence.returned)
+        }
+        longest = max(totals.values(), default=0)
+        return {rank: (total, longest) for rank, total in totals.items() if total < BRIEF * longest}
 
     def num_batches(self, epoch: int) -> int:
         """The number of minibatches of workers without data, except rounds without samples."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from gradstream.checkpoint.manifest import Resume
@@ -188,13 +188,13 @@ _OF_THE_LOOP = (
 )
 
 
-def check_script(job: Job) -> None:
-    """Raises ConfigError if a field is set that the script's own loop decides."""
+def check_script(job: Job, given: Container[str] = ()) -> None:
+    """Raises ConfigError if a field is set, or given with its default, that the script's own loop decides."""
     defaults = {entry.name: entry for entry in dataclasses.fields(Job)}
     for name in _OF_THE_LOOP:
         entry, value = defaults[name], getattr(job, name)
         made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
-        if plain(value) != plain(made):
+        if name in given or plain(value) != plain(made):
             raise ConfigError(
                 f"{name}={value!r}: this script has a training loop of its own; change it there"
             )

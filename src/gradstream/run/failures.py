@@ -26,6 +26,7 @@ from gradstream.errors import (
     NonFiniteError,
     PeerLostError,
     RefusedError,
+    ReplicasDifferError,
     UserCodeError,
 )
 from gradstream.job.code import run_kept
@@ -56,7 +57,10 @@ _MOST_LIKELY = {
 }
 """What the code of a refusal means to a user."""
 
-_OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, NonFiniteError, DataError)}
+_OF_USER = {
+    cls.__name__: cls
+    for cls in (UserCodeError, GradientError, NonFiniteError, DataError, ReplicasDifferError)
+}
 _OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
 
 
@@ -177,10 +181,13 @@ class EndedNodes:
         """Forgets the error of a node without which the run goes on."""
         self._errors.pop(name, None)
 
-    def failed_with(self, *errors: type[Exception]) -> str | None:
-        """The first node that reported one of these errors; None for none."""
-        names = [error.__name__ for error in errors]
-        return next((name for name, said in self._errors.items() if said["error"] in names), None)
+    def failed_with(self, *kinds: type[Exception]) -> str | None:
+        """The first node that reported one of these errors, or one derived from them; None for none."""
+        for name, said in self._errors.items():
+            kind = getattr(errors, said["error"], None)
+            if isinstance(kind, type) and issubclass(kind, kinds):
+                return name
+        return None
 
     def how(self, name: str) -> str:
         """How the process of a node ended, in words."""

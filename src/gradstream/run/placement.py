@@ -58,9 +58,14 @@ class WorkerPlacement:
         return "--clock" in self.network
 
     @property
+    def num_at_first(self) -> int:
+        """Number of workers at the run's beginning."""
+        return int(self.node_spec().plain["workers"])
+
+    @property
     def is_further(self) -> bool:
         """Whether this worker is one more than there were at the run's beginning."""
-        return self.is_late and self.rank >= int(self.node_spec().plain["workers"])
+        return self.is_late and self.rank >= self.num_at_first
 
     def node_spec(self) -> NodeSpec:
         """Reads the specification of all nodes."""

@@ -28,6 +28,7 @@ from gradstream.errors import ConfigError, ReplicasDifferError
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
+from gradstream.session.roster import Roster
 
 # ---- agreement ---------------------------------------------------------------------------
 
@@ -36,6 +37,16 @@ EVERY = 500
 
 MARGIN = 64.0
 """Roundings in one step, with a margin for update rules that round many times."""
+
+_BY_INDEX = (
+    ". A worker has come on the way, and its enumerate(loader) began at 0: let no step, and no break, depend on "
+    "the index"
+)
+
+_NEWCOMER = (
+    ". This worker came last, so it is lost, and the others go on: register what changes its steps "
+    "(session.register(scheduler=scheduler)), and take the length of a schedule from what is the same for all"
+)
 
 MARK = 0xA6EE
 """Marks a round of an agreement, so that a worker in any other round is detected."""
@@ -48,15 +59,31 @@ class ReplicaAgreement:
         wrapped: the parameters, and their optimizers.
         vector: the vector that a round carries.
         bridge: the worker beside the loop, which makes the exchange.
+        roster: the workers of each round.
+        rank: rank of this worker.
     """
 
-    def __init__(self, wrapped: WrappedParameters, vector: GradientVector, bridge: LoopBridge) -> None:
+    def __init__(
+        self,
+        wrapped: WrappedParameters,
+        vector: GradientVector,
+        bridge: LoopBridge,
+        roster: Roster,
+        rank: int,
+    ) -> None:
         self._wrapped = wrapped
         self._vector = vector
         self._bridge = bridge
+        self._roster = roster
+        self._rank = rank
         self._suspect = ""  # names of the parameters whose checksums differed
         self._since = 0  # step of the last agreement
         self._made = 0  # number of agreements
+
+    @property
+    def newest(self) -> tuple[int, ...]:
+        """See `Roster.newest`."""
+        return self._roster.newest
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -108,7 +135,12 @@ class ReplicaAgreement:
         # Parameters without a place in the vector were frozen at `wrap`, so they have no reason to differ.
         fixed = checksum(self._wrapped.parameters[len(parameters) :])
         last = self._mean([None] * len(parameters), step, len(vectors), far, (fixed >> 16, fixed))
-        if broken := self._vector.broken(last):
+        broken, newest = self._vector.broken(last), self.newest
+        if broken and newest and self._rank not in newest:
+            # Who came last leaves the run. If the others differ too, the next checksums tell.
+            self._suspect = ""
+            return
+        if broken:
             name, differing = self._wrapped.names[min(broken)], means[0][min(broken)]
             own = parameters[min(broken)].detach().flatten().to(differing.dtype)
             apart = float((own - differing).abs().max())
@@ -117,7 +149,7 @@ class ReplicaAgreement:
                 f"{name!r} differs by up to {apart:.3g} from the mean over the workers, whose largest element is "
                 f"{float(differing.abs().max()):.3g}. The script makes different steps on different workers: "
                 "look for learning rates, random numbers or branches that depend on session.rank or on this worker's "
-                "own samples"
+                f"own samples{_NEWCOMER if newest else ''}"
             )
         with torch.no_grad():
             for tensors, mean_of in zip(vectors, means, strict=True):
@@ -285,6 +317,7 @@ class GradientRounds:
         vector: the vector that a round carries.
         bridge: the worker beside the loop, which makes the exchange.
         loss: returns the loss of the backward that ends, or NaN.
+        roster, rank: see `ReplicaAgreement`.
 
     Attributes:
         steps: number of steps that this loop's wrapped optimizers have made; the caller counts them.
@@ -297,6 +330,8 @@ class GradientRounds:
         vector: GradientVector,
         bridge: LoopBridge,
         loss: Callable[[], float],
+        roster: Roster,
+        rank: int,
     ) -> None:
         self.steps = 0
         self._rounds = 0
@@ -305,7 +340,7 @@ class GradientRounds:
         self._vector = vector
         self._bridge = bridge
         self._loss = loss
-        self.agreement = ReplicaAgreement(wrapped, vector, bridge)
+        self.agreement = ReplicaAgreement(wrapped, vector, bridge, roster, rank)
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
         self._before = self._numbers()
 
@@ -478,4 +513,5 @@ class GradientRounds:
             f"backward {self._rounds}, after {self.steps} steps: the workers have made different "
             "numbers of backward passes or steps; expected the same number on every worker. Take "
             "minibatches from session.shard(loader), which gives each worker equally many"
+            f"{_BY_INDEX if self.agreement.newest else ''}"
         )

@@ -232,8 +232,13 @@ class LoaderDeals:
                 self._drop(column)
 
     def count(self, total: int) -> int:
-        """Number of this worker's minibatches out of so many, in the iteration that it is in, or in the next one."""
-        workers = 1 if self._split else len(self._takeover.roster.now)
+        """Number of this worker's minibatches out of so many, in the iteration that it is in, or in the next one.
+
+        Before the first one it is what all workers have been told: see `Takeover`.
+        """
+        takeover = self._takeover
+        workers = len(takeover.roster.now) if self._num_begun else takeover.num_at_first
+        workers = 1 if self._split else workers
         return self._iteration.num_taken + self.rest(total) if self.is_open else -(-total // workers)
 
     def rest(self, total: int) -> int:

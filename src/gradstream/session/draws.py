@@ -193,9 +193,10 @@ class LoaderDraws:
             self._ask(0)
 
     def count(self, total: int) -> int:
-        """Number of this worker's minibatches out of so many of one process."""
-        ranks = self._takeover.roster.now
-        first = ranks.index(self._takeover.rank) if self._takeover.rank in ranks else 0
+        """Number of this worker's minibatches out of so many of one process: see `LoaderDeals.count`."""
+        takeover = self._takeover
+        ranks = takeover.roster.now if self._num_begun else range(takeover.num_at_first)
+        first = ranks.index(takeover.rank) if takeover.rank in ranks else 0
         if self._num_drawn:  # in an iteration, of which a newcomer gets a part
             self.report()
             return self._num_drawn + len(self._granted) + self._rest

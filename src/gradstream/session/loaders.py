@@ -155,7 +155,7 @@ class ShardedBatchSampler:
                 place.deals = deals
         elif is_finite:  # else it has no epochs
             self.deals = takeover.draws[number] = LoaderDraws(
-                *(takeover, number, part.world_size, part.split, self._cut, self._size),
+                *(takeover, number, takeover.num_at_first, part.split, self._cut, self._size),
                 lambda: len(self._batches),
                 place,
             )

@@ -95,6 +95,8 @@ class Takeover:
             iterations that it skips have negative numbers.
         roster: which workers make which rounds.
         rank: rank of this worker.
+        num_at_first: number of workers at the run's beginning. By it the length of a loader is told that a loop has not
+            begun, so that a schedule made of it is the same on all workers, whenever they come.
         in_rounds: all loops make their rounds together, and deal out the minibatches themselves: see `deals`. Else the
             coordinator deals them out: see `draws`.
         steps_a_round: H, where loops make local steps between two exchanges; else 1.
@@ -114,9 +116,11 @@ class Takeover:
         roster: Roster,
         rank: int = 0,
         *,
+        num_at_first: int,
         in_rounds: bool = False,
         steps_a_round: int = 1,
     ) -> None:
+        self.num_at_first = num_at_first
         self.steps = steps
         self.roster = roster
         self.rank = rank
@@ -376,7 +380,8 @@ class LoaderPart:
         """Number of minibatches that the worker takes out of `total`; an upper bound if each is split."""
         if self.split:
             return total
-        return len(range(0 if self.aligned else self.rank, total, self.world_size))
+        workers = self.world_size if self.takeover is None else self.takeover.num_at_first
+        return len(range(0 if self.aligned else self.rank % workers, total, workers))
 
     def taken(
         self,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gradstream.coordinator import RunAbortedError, RunStoppedError
-from gradstream.errors import ConfigError, Interrupted, PeerLostError, UserCodeError
+from gradstream.errors import ConfigError, Interrupted, PeerLostError, ReplicasDifferError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.model.base import Reduction
 from gradstream.model.buffers import Buffers
@@ -203,10 +203,13 @@ class RunConnection:
         if self.bridge is None or self._thread is None:
             return
         if self.bridge.error is None:
-            if not isinstance(error, UserCodeError | PeerLostError):  # a part of a split module may be lost
+            if isinstance(error, ReplicasDifferError) or not isinstance(
+                error, UserCodeError | PeerLostError
+            ):  # a part of a split module may be lost
                 text = "".join(traceback.format_exception(error))
                 message = f"worker-{self._place.rank}: the script raised {type(error).__name__}: {error}"
-                error = UserCodeError(message, text)
+                kind = ReplicasDifferError if isinstance(error, ReplicasDifferError) else UserCodeError
+                error = kind(message, text)
             self.bridge.end(error)
             self._thread.join(FAREWELL_S)
         if self._host is not None:

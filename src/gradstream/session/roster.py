@@ -63,6 +63,13 @@ class Roster:
         return came[-1] if came else None
 
     @property
+    def newest(self) -> tuple[int, ...]:
+        """Of the present workers, those that came last; () if all were there at the beginning."""
+        number = self.changes[-1].number
+        came = {rank: since for rank in self.now if (since := self.since(rank, number)) is not None}
+        return tuple(rank for rank, since in came.items() if since == max(came.values()))
+
+    @property
     def first(self) -> int:
         """The rank of the worker that has been there for longest; of several, the lowest."""
         number = self.changes[-1].number

@@ -192,6 +192,7 @@ class WorkerSession(Session):
             self._next_step,
             Roster(place.world_size),
             place.rank,
+            num_at_first=place.num_at_first,
             in_rounds=isinstance(self._strategy, GroupStrategy),
             steps_a_round=self._strategy.local_steps if self._strategy.local_rounds else 1,
         )
@@ -368,7 +369,8 @@ class WorkerSession(Session):
             self._taken_samples,
             self._samples,
             self._log.step,
-            lambda: self.world_size == 1,
+            self._takeover.roster,
+            self.rank,
         )
         if self._entry.came is None:
             reducer.synchronize()
