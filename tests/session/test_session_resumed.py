@@ -175,6 +175,7 @@ class Placed:
 
     rank: int = 1
     world_size: int = 2
+    num_at_first: int = 2
 
     def steps_before(self) -> int:
         return 5
