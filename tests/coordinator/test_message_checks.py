@@ -119,14 +119,6 @@ BEATS = {
         "shard-0",
         says(orphaned=v1.SenderPushes(sender="worker-1", gradients=VERY_HUGE)),
     ),
-    "an orphaned push of no batch": (
-        "shard-0",
-        says(
-            orphaned=v1.SenderPushes(
-                sender="worker-1", pushes=[v1.KeptPush(batches=[v1.Receipt(batch=HUGE)])]
-            )
-        ),
-    ),
     "a decision of a worker": ("worker-0", says(decision=v1.Decision(round=0, ranks=[0]))),
     "a decision on no round": ("shard-0", says(decision=v1.Decision(round=8, ranks=[0]))),
     "a decision on a huge round": ("shard-0", says(decision=v1.Decision(round=VERY_HUGE, ranks=[0]))),

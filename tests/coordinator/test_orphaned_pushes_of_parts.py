@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradstream.coordinator.lead import Lost
 from gradstream.coordinator.lost_work import OrphanedPushes
@@ -64,6 +65,14 @@ def test_it_is_decided_over_the_chunks_of_all_parts() -> None:
     assert [(one.substitute, one.sequence) for one in redos["worker-1"]] == [("worker-0", 2)]
     # Its part had not begun this push: it gets a number that no push of the replica has had.
     assert [(one.substitute, one.sequence) for one in redos["part1-1"]] == [("part1-0", 5)]
+
+
+def test_what_a_lost_worker_has_made_up_is_nobodys_push() -> None:
+    """A shard keeps what a push says of its minibatches; it does not know those of the run."""
+    ledger, orphans, (first, *_) = lost()
+    orphans.report("shard-0", report("worker-1", [(1, first, 2), (2, replace(first, batch=99), 1)]))
+    orphans.report("shard-1", report("part1-1", [(1, first, 2)]))
+    assert orphans.settled and ledger.num_receipts == 1
 
 
 def test_a_push_is_redone_when_all_processes_of_the_substitute_have_redone_theirs() -> None:

@@ -173,11 +173,6 @@ class OrphanedPushes(Lead):
             raise impossible(
                 node.name, "orphaned pushes; expected those of workers, with up to 2^53 gradients"
             )
-        for ref in (ref_of(name) for push in report.pushes for name in push.batches):
-            if not self._ledger.knows(ref, node.rank):
-                raise impossible(
-                    node.name, f"a lost worker's push of {ref}, which is no minibatch of this run"
-                )
 
     def on_report(
         self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone, at_s: float
@@ -204,7 +199,10 @@ class OrphanedPushes(Lead):
         orphans.awaited.remove(shard)
         orphans.chunks += report.chunks
         for push in report.pushes:
-            known = orphans.pushes.setdefault(tuple(map(ref_of, push.batches)), LostPush())
+            batches = tuple(map(ref_of, push.batches))
+            if not all(self._ledger.knows(ref, orphans.rank) for ref in batches):
+                continue  # the lost worker has made that up; a shard cannot tell
+            known = orphans.pushes.setdefault(batches, LostPush())
             known.sequences[report.sender] = push.sequence
             known.applied += push.applied
         return [] if orphans.awaited else self._decide(orphans)
