@@ -40,7 +40,7 @@ REQUESTS: Mapping[str, type[Message]] = {
     "tensor": v1.Tensor,
     "exchange": v1.Exchange,
     "broken": v1.Broken,
-    "meet": v1.Body,
+    "meet": v1.Meet,
     "replica": v1.Body,
     "state": v1.Body,
     "post": v1.Body,

@@ -262,7 +262,7 @@ def test_beats_with_fields_that_are_drawn(strategy: str, monkeypatch: pytest.Mon
         return out
 
     monkeypatch.setattr(Member, "_take_beats", beats)
-    for seed in range(8):
+    for seed in range(16):
         draw, bad = random.Random(seed), GoneBad(0, seed)
         with monkeypatch.context() as patched:
             attacked(patched, bad, strategy, epochs=3)

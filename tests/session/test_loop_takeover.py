@@ -143,7 +143,7 @@ def test_each_minibatch_is_in_the_model_once_or_told_as_missing(
     data: st.DataObject,
 ) -> None:
     """Workers die, come back and come in addition; shards have more of a lost one than it could report."""
-    ledger = OpenLedger(workers, rounds=False, reports=reports)
+    ledger = OpenLedger(workers, rounds=False, told_by="shards" if reports else "")
     sizes = [(said, max(1, said + more)) for said, more in drawn]
     make = partial(Loop, ledger, sizes=sizes, per_step=per_step, reach=reach, waits=waits)
     living = {rank: make(rank=rank) for rank in range(workers)}
@@ -206,7 +206,7 @@ def test_a_resumed_run_goes_through_what_was_left(
             pass
         done.update(place for loop in loops for step in loop.steps[: loop.heard] for place in step)
         if ledger is ledgers[0]:
-            ledgers[1].dealing.load(json.loads(json.dumps(ledger.dealing.saved())))
+            ledgers[1].dealing.load(json.loads(json.dumps(ledger.saved())))
     planned = {LoopBatch(Epoch(0, epoch), k) for epoch, (_, total) in enumerate(sizes) for k in range(total)}
     assert set(done.values()) <= {1} and set(done) <= planned
     if not any(more > 0 for _, more in drawn):
@@ -217,7 +217,7 @@ def report(ledger: OpenLedger, loop: Loop, data: st.DataObject) -> None:
     """Two shards say how much they have of a lost worker; what both have is in the model."""
     has = [data.draw(st.integers(loop.heard, len(loop.steps))) for _ in range(2)]
     for shard, count in zip(SHARDS, has, strict=True):
-        ledger.pushed((loop.rank, id(loop)), shard, count)
+        ledger.told((loop.rank, id(loop)), shard, count)
     loop.heard = min(has)
 
 
@@ -256,15 +256,15 @@ def test_who_comes_gets_a_part_of_what_is_left() -> None:
 
 def test_what_shards_may_have_is_dealt_when_they_have_told() -> None:
     """A worker that was stopped before it died has pushed more than it could report."""
-    ledger = OpenLedger(2, rounds=False, reports=True)
+    ledger = OpenLedger(2, rounds=False, told_by="shards")
     for step, number in enumerate(dealt(ledger, 1, 1, 4)):
         ledger.dealing.use(1, LoopBatch(Epoch(0, 0), number), step, 1)
     ledger.lost(1, 7, SHARDS)
     assert dealt(ledger, 0, 1, 5) == [0, 2, 4, 6, 8]
     assert ledger.dealing.waits(0, Epoch(0, 0), 0)
-    ledger.pushed((1, 7), "shard-0", 3)
+    ledger.told((1, 7), "shard-0", 3)
     assert dealt(ledger, 0, 2, 1) == [9]
-    ledger.pushed((1, 7), "shard-1", 2)  # a push that was torn: not all of it is in the model
+    ledger.told((1, 7), "shard-1", 2)  # a push that was torn: not all of it is in the model
     assert dealt(ledger, 0, 3, 2) == [5, 7]
     assert [(loss.steps, loss.missing) for loss in ledger.losses()] == [(2, 2)]
 
@@ -359,6 +359,19 @@ def own_loops(ledger: OpenLedger | None = None) -> tuple[OwnLoops, v1.Node]:
     snapshots = SnapshotRounds(progress, nodes, None, OrphanedPushes(progress, nodes, redoes=False))
     life = Lifecycle(started, nodes, progress, snapshots, LossTolerance(survives_worker_loss=True))
     return OwnLoops(ledger, life), v1.Node(name="worker-0", role="worker")
+
+
+def test_nobody_waits_for_workers_that_a_snapshot_has_paused() -> None:
+    """They may have minibatches, but take no step before whoever waits has come to the end of its own."""
+    ledger = OpenLedger(2, rounds=False)
+    loops, worker = own_loops(ledger)
+    for number in range(4):
+        assert len(dealt(ledger, 0, number + 1, 1)) == 1
+    asked = v1.Draw(number=9, total=8, wanted=1, last=True)
+    ledger.dealing.end_epoch(Epoch(0, 0), 8)
+    assert loops.answer(worker, asked, 0.0) is None
+    loops._life._snapshots.current = SimpleNamespace(pauses_workers=True)  # type: ignore[assignment]
+    assert loops.answer(worker, asked, 0.0) == v1.Drawn()
 
 
 def test_a_worker_that_was_done_leaves_nothing() -> None:

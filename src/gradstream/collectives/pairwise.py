@@ -97,10 +97,14 @@ class PairwiseExchange:
 
     Attributes:
         given_bytes, taken_bytes: bytes of vectors that this node has sent and received so far.
+        contains: what the vectors that it gives contain of whom, for the partner.
+        taken_contain: the same of the vectors that it has taken last.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, silence_s: float) -> None:
         self.given_bytes = self.taken_bytes = 0
+        self.contains: Sequence[v1.SenderPushes] = ()
+        self.taken_contain: Sequence[v1.SenderPushes] = ()
         self._runtime = runtime
         self._endpoint = endpoint
         self._me = runtime.node
@@ -175,7 +179,7 @@ class PairwiseExchange:
             exchange.fail(error, exchange.took)
 
     def absent(self, is_absent: bool) -> None:
-        """Whether this node takes part in no round yet. Then nobody waits for it: it may be waiting for them."""
+        """Whether this node takes part in no round now. Then nobody waits for it: it may be waiting for them."""
         self._absent = is_absent
         self._changed.ring()
 
@@ -197,7 +201,8 @@ class PairwiseExchange:
 
     async def _send(self, partner: str, number: int, spans: Sequence[Span]) -> None:
         wire = to_wire(spans[0].tensor.dtype)
-        request = v1.Tensor(tag=number, elems=sum(map(len, spans)), dtype=wire)
+        elems = sum(map(len, spans))
+        request = v1.Meet(round=number, elems=elems, dtype=wire, contains=self.contains)
         stream = await self._endpoint.open(partner, METHOD, request)
         try:
             await stream.send(v1.Frame(body=v1.Body(data=COME)))
@@ -229,7 +234,7 @@ class PairwiseExchange:
 
     async def _ask(self, exchange: _Exchange, number: int) -> None:
         """Fails unless the giver gives to this node in this round, or once it is gone before it has."""
-        stream = await self._endpoint.open(exchange.giver, METHOD, v1.Tensor(tag=number))
+        stream = await self._endpoint.open(exchange.giver, METHOD, v1.Meet(round=number))
         try:
             await stream.send(v1.Frame(body=v1.Body(data=COME)))
             await self._expect(stream, COME)
@@ -243,17 +248,17 @@ class PairwiseExchange:
 
     async def _answer(self, stream: Stream) -> None:
         """Serves the stream of a partner, or of one that takes this node for its partner."""
-        request = v1.Tensor.FromString(stream.opened.body)
-        while not self._knows(request.tag):
+        request = v1.Meet.FromString(stream.opened.body)
+        while not self._knows(request.round):
             try:
-                await self._runtime.within(self._silence_s / SIGNS, self._reached(request.tag))
+                await self._runtime.within(self._silence_s / SIGNS, self._reached(request.round))
             except TimeoutError:
-                await stream.waiting([f"{self._me}: not in round {request.tag} yet"])
+                await stream.waiting([f"{self._me}: not in round {request.round} yet"])
         exchange, sender = self._current, stream.opened.sender
         asks = not request.elems
         if (
             self._absent
-            or self._round != request.tag
+            or self._round != request.round
             or exchange is None
             or sender != (exchange.to if asks else exchange.giver)
         ):
@@ -263,7 +268,9 @@ class PairwiseExchange:
             await self._attend(stream, exchange)
             return
         if exchange.incoming is not None:
-            raise RefusedError(self._me, "BAD_REQUEST", f"{stream.peer} gives in round {request.tag} already")
+            raise RefusedError(
+                self._me, "BAD_REQUEST", f"{stream.peer} gives in round {request.round} already"
+            )
         exchange.incoming = stream
         try:
             await self._take(stream, request, exchange.into)
@@ -271,6 +278,7 @@ class PairwiseExchange:
             exchange.fail(error, exchange.took)
             raise
         if not exchange.took.done():
+            self.taken_contain = request.contains
             exchange.took.set_result(None)
 
     def _knows(self, number: int) -> bool:
@@ -290,7 +298,7 @@ class PairwiseExchange:
             except TimeoutError:
                 await stream.waiting([f"{self._me}: its exchange is under way"])
 
-    async def _take(self, stream: Stream, request: v1.Tensor, into: Sequence[Span]) -> None:
+    async def _take(self, stream: Stream, request: v1.Meet, into: Sequence[Span]) -> None:
         pieces = [piece for span in into for piece in _pieces(span)]
         expected = sum(map(len, into)), to_wire(into[0].tensor.dtype)
         if (request.elems, request.dtype) != expected:
@@ -315,7 +323,7 @@ class PairwiseExchange:
             if (
                 payload is None
                 or chunk.index != index
-                or chunk.sequence != request.tag
+                or chunk.sequence != request.round
                 or not _fits(chunk, piece)
             ):
                 text = (

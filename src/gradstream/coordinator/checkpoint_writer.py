@@ -343,7 +343,7 @@ def _num_chunks(spec: v1.ModelSpec, holders: int) -> list[int]:
 
 def _dealt_by(ledger: Ledger | OpenLedger) -> str:
     """What users' own loops have left of their data, as JSON; "" if nothing was dealt out."""
-    saved = ledger.dealing.saved() if isinstance(ledger, OpenLedger) else []
+    saved = ledger.saved() if isinstance(ledger, OpenLedger) else []
     return json.dumps(saved, separators=(",", ":")) if saved else ""
 
 

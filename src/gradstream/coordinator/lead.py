@@ -66,7 +66,7 @@ OF_PARTS = (ANY, REPLICAS)
 """The group of senders to which a role belongs; other roles are those of parts."""
 
 
-ONCE = frozenset({"backed_up", "broken", "resharded", "sound"})
+ONCE = frozenset({"backed_up", "broken", "resharded", "shared", "sound"})
 """Kinds of reports of which a beat has at most one, the newest."""
 
 MOST_REPORTS = 1 << 16

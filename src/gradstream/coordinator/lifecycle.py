@@ -256,6 +256,12 @@ class Lifecycle(Lead):
         self.criterion = reason
         return self.cross(at_s) + self.after_snapshot()
 
+    @property
+    def pauses(self) -> bool:
+        """Whether workers are paused for a snapshot, or about to be."""
+        current = self._snapshots.current
+        return current is not None and current.pauses_workers
+
     def after_snapshot(self) -> list[Instruction]:
         """Stops the run if that is what the latest snapshot was made for."""
         return self._stop() if self._snapshots.stopped and not self.over else []

@@ -14,9 +14,9 @@ The replica of a worker may be several processes, which push their parts of the 
 process of the substitute's replica then redoes the push of one sender.
 
 In runs that do not redo pushes, others compute everything that a lost worker had without a receipt. If workers bring
-their own data, the shards report how many of its gradients the model has.
+their own data, the shards or, in pairs, the other workers report how many of its gradients the model has.
 
-A shard that does not report is itself lost after its lease, which ends the run. Pure: no I/O.
+A node that does not report is itself lost after its lease; if it is a shard, that ends the run. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class OrphanedPushes(Lead):
     KEPT = ("_open",)
     """See `durable.state`."""
 
-    REPORTS: ClassVar = {"orphaned": SHARDS, "redone": REPLICAS}
+    REPORTS: ClassVar = {"orphaned": SHARDS, "contained": WORKERS, "shared": WORKERS, "redone": REPLICAS}
 
     def __init__(self, progress: SampleProgress, nodes: Nodes, *, redoes: bool) -> None:
         self._progress = progress
@@ -146,11 +146,14 @@ class OrphanedPushes(Lead):
 
     def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
         """Fences a lost worker, and gives the pushes that it had to redo to others. It is no longer a member."""
+        if isinstance(self._ledger, OpenLedger):
+            self._ledger.teller_lost(lost.node.name)
         if not lost.worker:
             return []
         rank = lost.node.rank
         if isinstance(self._ledger, OpenLedger):
-            self._ledger.lost(rank, lost.node.incarnation, self._nodes.placement.names)
+            tellers = self._nodes.placement.names or self._nodes.worker_names
+            self._ledger.lost(rank, lost.node.incarnation, tellers)
         elif not self._redoes or lost.worker in self._nodes.leaving:
             self._ledger.lost(rank)
         if not self._redoes:
@@ -165,8 +168,10 @@ class OrphanedPushes(Lead):
         return []
 
     @override
-    def check(self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone) -> None:
-        if isinstance(report, v1.Redone):
+    def check(self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone | int) -> None:
+        if isinstance(report, int) and report > MAX_COUNT:
+            raise impossible(node.name, f"{report} shared steps; expected up to 2^53")
+        if not isinstance(report, v1.SenderPushes):
             return
         rank = worker_rank(report.sender)
         if rank is None or rank >= self._ledger.num_workers or report.gradients > MAX_COUNT:
@@ -175,14 +180,17 @@ class OrphanedPushes(Lead):
             )
 
     def on_report(
-        self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone, at_s: float
+        self, node: v1.Node, kind: str, report: v1.SenderPushes | v1.Redone | int, at_s: float
     ) -> list[Instruction]:
-        """Takes a shard's report on a lost worker's pushes, or that a push was redone."""
+        """Takes a report on a lost worker, on what a worker has shared, or that a push was redone."""
+        if isinstance(self._ledger, OpenLedger) and isinstance(report, int):
+            self._ledger.shared(node.rank, report)
+            return []
         if not self._redoes:
             if isinstance(self._ledger, OpenLedger) and isinstance(report, v1.SenderPushes):
                 rank = worker_rank(report.sender)
                 assert rank is not None  # by `check`
-                self._ledger.pushed((rank, report.incarnation), node.name, report.gradients)
+                self._ledger.told((rank, report.incarnation), node.name, report.gradients)
                 return [Notify()]
             return []
         take: Callable[[str, Any], list[Instruction]] = self.redone if kind == "redone" else self.report

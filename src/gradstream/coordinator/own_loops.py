@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from typing_extensions import override
-
-from gradstream.coordinator.lead import Instruction, Lead, Lost, Refuse, impossible
+from gradstream.coordinator.lead import Instruction, Lead, Refuse, impossible
 from gradstream.coordinator.lifecycle import Lifecycle
 from gradstream.coordinator.progress import MAX_COUNT
 from gradstream.data.dealing import MOST_IN_HAND, Epoch, LoopBatch
@@ -33,13 +31,6 @@ class OwnLoops(Lead):
     def __init__(self, ledger: Ledger | OpenLedger, life: Lifecycle) -> None:
         self._ledger = ledger
         self._life = life
-
-    @override
-    def on_lost(self, lost: Lost, at_s: float) -> list[Instruction]:
-        """A lost shard reports nothing about workers any more."""
-        if lost.node.role == "shard" and isinstance(self._ledger, OpenLedger):
-            self._ledger.shard_lost(lost.node.name)
-        return []
 
     def on_request(self, node: v1.Node, request: v1.Ending | v1.Draw, at_s: float) -> list[Instruction]:
         """Checks a request, and notes what a worker does with the minibatches that it has."""
@@ -103,7 +94,7 @@ class OwnLoops(Lead):
         asked = request.number, request.wanted
         places = ledger.dealing.deal(node.rank, asked, epoch, request.total, request.oldest)
         waits = request.last and not places and ledger.dealing.waits(node.rank, epoch, request.oldest)
-        if waits and not self._life.over:
+        if waits and not self._life.over and not self._life.pauses:  # a paused worker goes no further
             return None
         uses = [v1.Use(epoch=one.epoch.number, place=one.number) for one in places]
         return v1.Drawn(places=uses, rest=ledger.dealing.rest(node.rank, epoch))

@@ -169,7 +169,7 @@ class Dealing:
 
     Args:
         ranks: the workers of the beginning.
-        received: returns whether a step of a worker has its receipt.
+        received: returns whether a step of a worker stays in the model if the worker is lost: it has its receipt.
 
     Attributes:
         num_taken: places in the model that lost workers had before others.
@@ -189,7 +189,7 @@ class Dealing:
         self._hands: defaultdict[int, Leases] = defaultdict(dict)
         self._doubts: dict[
             Process, Leases
-        ] = {}  # of lost processes, until shards say which of their steps they have
+        ] = {}  # of lost processes, until others say which of their steps they have
         self._unclear: set[int] = set()  # workers that also use data that is not dealt
         self._users: set[int] = set()  # workers that have used a place
         self._waiting: set[int] = set()
@@ -331,7 +331,7 @@ class Dealing:
                 pool.left.setdefault(NOBODY, []).extend(runs)
 
     def lost(self, process: Process) -> None:
-        """Notes that a worker is lost. Others get what it had left, but for what shards may have: see `resolve`."""
+        """Notes that a worker is lost. Others get what it had left, but for what the model may have: see `resolve`."""
         rank = process[0]
         self._settle(rank)
         self._ranks.discard(rank)
@@ -342,7 +342,7 @@ class Dealing:
         self._doubts[process] = self._hands.pop(rank, {})
 
     def resolve(self, process: Process, received: Callable[[int], bool]) -> None:
-        """Lets others have what a lost process had without a receipt: all of its steps that shards have have one."""
+        """Lets others have what the model does not have of a lost process; `received` says which steps it has."""
         rank = process[0]
         for place, lease in sorted(self._doubts.pop(process, {}).items()):
             if not self._is_done(rank, lease, received):
@@ -369,14 +369,22 @@ class Dealing:
 
     # ---- in a checkpoint ----------------------------------------------------------------
 
-    def saved(self) -> list[Any]:
-        """What is not in the model, as JSON. Call it while no worker makes a step."""
+    def saved(self, made: Callable[[int, int], bool]) -> list[Any]:
+        """What is not in the model, as JSON. Call it while no worker makes a step.
+
+        Args:
+            made: returns whether the checkpoint has a step of a worker.
+        """
         saved = []
-        for rank in list(self._hands):
-            self._settle(rank)
+        in_hand = [
+            place
+            for rank, leases in self._hands.items()
+            for place, lease in leases.items()
+            if lease.step is None or not made(rank, lease.step)
+        ]
+        in_hand += [place for leases in self._doubts.values() for place in leases]
         for epoch, pool in self._pools.items():
-            hands = (*self._hands.values(), *self._doubts.values())
-            had = [place.number for leases in hands for place in leases if place.epoch == epoch]
+            had = [place.number for place in in_hand if place.epoch == epoch]
             free = [number for number, _ in pool.free]
             runs = [run for part in (*pool.parts.values(), *pool.left.values()) for run in part]
             saved.append([*epoch, pool.total, pool.is_exact, pool.beyond, sorted(had + free), sorted(runs)])

@@ -7,13 +7,17 @@ In rounds, all workers must stop before the same round, although they run out of
 that takes part in a round cannot stop before its end. So a worker without data asks before each further round, in which
 it takes part without samples. If the coordinator tells one worker to take part in a round, all workers do. When all
 workers are without data, the run ends before the first round in which none was told to take part.
+
+A lost worker has pushed, or exchanged in pairs, more than it could report. So others tell: with servers every shard has
+to have a gradient; in pairs it is enough that one living worker's parameters contain a step. There a receipt only says
+that the worker's own parameters contain it, so a step is the worker's until it is shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gradstream.data.base import BatchRef, DataProgress
 from gradstream.data.dealing import Dealing, Process
@@ -22,6 +26,9 @@ from gradstream.errors import InternalError
 
 BRIEF = 0.75
 """Share of the longest loop's minibatches, below which a loop is much shorter. A part may have one minibatch less."""
+
+MORE_ROUNDS = 16
+"""Most rounds of pairs after the longest loop, in which each worker is to meet another one."""
 
 MAX_AHEAD = 1 << 20
 """How far a receipt may be ahead of all others, since each missing one in between takes memory."""
@@ -72,12 +79,12 @@ class LoopSequence(Receipts):
 
 @dataclass(slots=True)
 class Gone:
-    """A lost process of a worker, of whose pushes not all shards have told yet.
+    """A lost process of a worker, of which not all who may have something of it have told yet.
 
     Args:
         sequence: its minibatches.
-        awaited: names of these shards.
-        gradients: number of its first gradients that all the others have.
+        awaited: names of those who have not.
+        gradients: number of its first gradients that are in the model, as far as the others have told.
     """
 
     sequence: LoopSequence
@@ -123,20 +130,20 @@ class OpenLedger:
         num_workers: number of workers that bring data.
         rounds: whether they take part in rounds together; otherwise each stops when it is without data.
         deals: whether minibatches are dealt out here: see `dealing`. Else the workers do that in their rounds.
-        reports: whether shards report how many gradients of a lost worker they have.
+        told_by: who tells how many gradients of a lost worker the model has: "shards", "workers" (in pairs), or nobody.
         first: number of the first rounds of a worker that are no minibatches of its loop, in which it only meets the
             others.
 
     Attributes:
         is_ending: in rounds, some worker was told that the run is over for it, so nobody can come any more.
         dealing: deals out the minibatches, where workers do not do that in rounds by themselves.
-        gone: by rank and incarnation, the lost processes of whose pushes not all shards have told.
+        gone: by rank and incarnation, the lost processes of which not all have told.
     """
 
     num_epochs = 1
     """The ledger sees the run as one data epoch; a loop counts its own epochs."""
 
-    KEPT = ("_sequences", "_dropped", "is_ending", "_last_round", "_left", "_own_data", "gone")
+    KEPT = ("_sequences", "_dropped", "is_ending", "_last_round", "_left", "_own_data", "gone", "_shared")
     """See `coordinator.durable`."""
 
     def __init__(
@@ -146,17 +153,18 @@ class OpenLedger:
         rounds: bool,
         first: int = 0,
         deals: bool = True,
-        reports: bool = False,
+        told_by: Literal["shards", "workers", ""] = "",
     ) -> None:
         self._sequences = [LoopSequence() for _ in range(num_workers)]
         self._num_first = num_workers
         self._rounds = rounds
         self._deals = deals
-        self._reports = reports
+        self._told_by = told_by
         self._first = first
         self._dropped = 0
         self.dealing = Dealing(range(num_workers), self._received)
         self.gone: dict[Process, Gone] = {}
+        self._shared: dict[int, int] = {}  # in pairs: by rank, how many first steps another worker has
         self.is_ending = False
         self._last_round = -1  # the last round to which a worker without data was told
         self._left: dict[int, int] = {}  # by rank of a lost worker, in rounds
@@ -171,6 +179,12 @@ class OpenLedger:
         return sum(sequence.num_steps for sequence in self._sequences)
 
     def _received(self, rank: int, step: int) -> bool:
+        """Whether a worker's step stays in the model if the worker is lost."""
+        if self._told_by == "workers":
+            return step < self._shared.get(rank, 0)
+        return self._made(rank, step)
+
+    def _made(self, rank: int, step: int) -> bool:
         return step < 0 or self._sequences[rank].received(step)
 
     @property
@@ -219,11 +233,19 @@ class OpenLedger:
         if not self._rounds:
             return True if self.finished else None
         everybody = all(sequence.lost or sequence.total is not None for sequence in self._sequences)
-        if everybody and next_round > self._last_round:
+        if everybody and next_round > self._last_round and self._all_shared(next_round):
             self.is_ending = True
             return True
         self._last_round = max(self._last_round, next_round)
         return False
+
+    def _all_shared(self, number: int) -> bool:
+        """Whether everything outlives any one worker; in pairs that cannot meet, whether they have tried enough."""
+        if self._told_by != "workers":
+            return True
+        there = {rank: one.total or 0 for rank, one in enumerate(self._sequences) if not one.lost}
+        all_shared = all(self._shared.get(rank, 0) >= total for rank, total in there.items())
+        return all_shared or number >= max(there.values()) + MORE_ROUNDS
 
     @property
     def reading(self) -> list[int]:
@@ -263,19 +285,21 @@ class OpenLedger:
         """By data epoch, the number of samples whose gradients were refused."""
         return {0: self._dropped} if self._dropped else {}
 
-    def lost(self, rank: int, incarnation: int = 0, shards: Collection[str] = ()) -> int:
+    def lost(self, rank: int, incarnation: int = 0, tellers: Collection[str] = ()) -> int:
         """Notes that a worker is lost. Others get its minibatches (see `dealing`). Returns 0.
 
         Args:
             rank: rank of the worker.
             incarnation: of its process.
-            shards: names of the shards. A worker may have pushed gradients without reporting them, so others get
-                nothing of what it had begun before all shards have told how many they have.
+            tellers: names of the shards or, without servers, of the other workers. Others get nothing of what the
+                worker had begun before all have told how many of its gradients they have.
         """
         process, sequence = (rank, incarnation), self._sequences[rank]
         sequence.lost = True
         self.dealing.lost(process)
-        self.gone[process] = Gone(sequence, set(shards if self._reports else ()), sequence.count + MAX_AHEAD)
+        self._shared.pop(rank, None)
+        most = 0 if self._told_by == "workers" else sequence.count + MAX_AHEAD
+        self.gone[process] = Gone(sequence, set(tellers if self._told_by else ()), most)
         self._settle(process)
         sequence.samples = max(sequence.samples, self.dealing.samples[rank])
         return 0
@@ -291,13 +315,14 @@ class OpenLedger:
             self._sequences.append(LoopSequence(total=0))
         self.dealing.come(rank)
         old = self._sequences[rank]
-        if self._rounds:
+        if self._rounds and self._told_by != "workers":
             old.come()
             old.earlier_samples = old.samples if self._deals else 0  # a group tells of them when it ends
             return
         self._sequences[rank] = LoopSequence(
             returned=old.lost or old.returned,
             enters=True,
+            begins_late=self._rounds,
             earlier=old.num_steps,
             earlier_samples=old.samples,
         )
@@ -310,36 +335,46 @@ class OpenLedger:
         """Whether a worker has come to a run that had begun."""
         return rank >= self._num_first or self._sequences[rank].returned
 
-    def pushed(self, process: Process, shard: str, gradients: int) -> None:
-        """Takes a shard's report on a lost process. The reports of all shards count as receipts.
+    def shared(self, rank: int, steps: int) -> None:
+        """Notes that so many first steps of a worker in pairs are in another worker's parameters, too."""
+        self._shared[rank] = max(steps, self._shared.get(rank, 0))
+
+    def told(self, process: Process, who: str, gradients: int) -> None:
+        """Takes a report on a lost process.
 
         Args:
             process: rank and incarnation.
-            shard: name of the shard.
-            gradients: number of gradients that all its chunks have: the worker's first ones.
+            who: name of the shard or worker that tells. A worker may tell again, when it has got more of another one.
+            gradients: number of gradients, the lost worker's first ones, that all of its chunks or its parameters have.
         """
-        if (gone := self.gone.get(process)) is not None and shard in gone.awaited:
-            gone.awaited.remove(shard)
-            gone.gradients = min(gone.gradients, gradients)
-            self._settle(process)
+        gone, in_pairs = self.gone.get(process), self._told_by == "workers"
+        if gone is None or not (in_pairs or who in gone.awaited):
+            return
+        gone.awaited.discard(who)
+        gone.gradients = (max if in_pairs else min)(gone.gradients, gradients)
+        self._settle(process)
 
-    def shard_lost(self, shard: str) -> None:
-        """Waits no longer for the reports of a lost shard, which may have had anything."""
+    def teller_lost(self, who: str) -> None:
+        """Waits no longer for the reports of a lost node: a shard may have had anything, a worker's part is gone."""
         for process in list(self.gone):
-            self.pushed(process, shard, 0)
+            self.told(process, who, 0)
 
     def _settle(self, process: Process) -> None:
-        """Gives others what a lost process has not made, once all shards have told."""
+        """Gives others what the model does not have of a lost process, once all have told."""
         gone, rank = self.gone[process], process[0]
         if gone.awaited:
             return
         del self.gone[process]
         sequence, now = gone.sequence, self._sequences[rank]
         steps, samples = sequence.num_steps, self.dealing.samples[rank]
-        if self._reports:
+        if self._told_by == "shards":
             for step in range(sequence.low, gone.gradients):
                 sequence.add(step)
-        self.dealing.resolve(process, lambda step: step < 0 or sequence.received(step))
+        if self._told_by == "workers":
+            sequence.missed += max(0, sequence.count - max(sequence.missed, gone.gradients))
+            self.dealing.resolve(process, lambda step: step < gone.gradients)
+        else:
+            self.dealing.resolve(process, lambda step: step < 0 or sequence.received(step))
         more = self.dealing.samples[rank] - samples
         if now is not sequence:  # another process has come meanwhile
             now.earlier += sequence.num_steps - steps
@@ -385,6 +420,10 @@ class OpenLedger:
         }
         longest = max(totals.values(), default=0)
         return {rank: (total, longest) for rank, total in totals.items() if total < BRIEF * longest}
+
+    def saved(self) -> list[Any]:
+        """What is not in the model, for a checkpoint: see `Dealing.saved`."""
+        return self.dealing.saved(self._made)
 
     def num_batches(self, epoch: int) -> int:
         """The number of minibatches of workers without data, except rounds without samples."""

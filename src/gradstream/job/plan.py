@@ -305,13 +305,17 @@ class RunPlan:
         """A new account of every minibatch of the run."""
         if self.open_ended:
             served, in_rounds = self.served, self.strategy.partitioning == "rounds"
-            reports = served is not None and not served.rule(self.workers, "mean").by_round
+            told_by: Literal["shards", "workers", ""] = ""
+            if served is not None and not served.rule(self.workers, "mean").by_round:
+                told_by = "shards"
+            elif isinstance(self.strategy, PeerStrategy):
+                told_by = "workers"
             ledger = OpenLedger(
                 self.workers,
                 rounds=in_rounds,
                 first=int(self.averages_gradients),
                 deals=not isinstance(self.strategy, GroupStrategy),
-                reports=reports,
+                told_by=told_by,
             )
             if self.resume is not None and self.resume.dealt:
                 ledger.dealing.load(json.loads(self.resume.dealt))

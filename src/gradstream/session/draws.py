@@ -15,6 +15,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -299,4 +300,5 @@ class LoaderDraws:
 
 
 async def _draw(request: v1.Draw, context: LoopContext) -> tuple[list[LoopBatch], int]:
-    return await context.endings.draw(request)
+    with context.replica.away() if request.last else nullcontext():
+        return await context.endings.draw(request)

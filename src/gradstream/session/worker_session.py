@@ -206,7 +206,7 @@ class WorkerSession(Session):
         )
         self._takeover.is_unclear = lambda: self._is_unclear
         # Elsewhere the others may wait for a step of this worker.
-        goes_on_alone = self._strategy.partitioning == "queue"
+        goes_on_alone = self._strategy.partitioning == "queue" or isinstance(self._strategy, PeerStrategy)
         self._takeover.is_last = lambda: goes_on_alone and self._places.is_last
         self._takeover.is_again = lambda: self._resume_point.again
         self._places.tell = self._registered.tell = self._log.note

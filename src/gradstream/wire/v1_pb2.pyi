@@ -310,6 +310,18 @@ class Tensor(_message.Message):
     sequence: int
     def __init__(self, tag: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
+class Meet(_message.Message):
+    __slots__ = ("round", "elems", "dtype", "contains")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ELEMS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CONTAINS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    elems: int
+    dtype: DType
+    contains: _containers.RepeatedCompositeFieldContainer[SenderPushes]
+    def __init__(self, round: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contains: _Optional[_Iterable[_Union[SenderPushes, _Mapping]]] = ...) -> None: ...
+
 class Exchange(_message.Message):
     __slots__ = ("epoch", "rank", "members")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -940,7 +952,7 @@ class Beat(_message.Message):
     def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., relies: bool = ..., number: _Optional[int] = ..., leaves: bool = ..., reports: _Optional[_Iterable[_Union[BeatReport, _Mapping]]] = ...) -> None: ...
 
 class BeatReport(_message.Message):
-    __slots__ = ("snapshot", "refused", "sound", "handed", "decision", "orphaned", "redone", "broken", "resharded", "backed_up")
+    __slots__ = ("snapshot", "refused", "sound", "handed", "decision", "orphaned", "redone", "broken", "resharded", "backed_up", "shared", "contained")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SOUND_FIELD_NUMBER: _ClassVar[int]
@@ -951,6 +963,8 @@ class BeatReport(_message.Message):
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     RESHARDED_FIELD_NUMBER: _ClassVar[int]
     BACKED_UP_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    CONTAINED_FIELD_NUMBER: _ClassVar[int]
     snapshot: SnapshotReport
     refused: Refused
     sound: bool
@@ -961,7 +975,9 @@ class BeatReport(_message.Message):
     broken: int
     resharded: Resharded
     backed_up: int
-    def __init__(self, snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sound: bool = ..., handed: _Optional[_Union[HandOver, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., orphaned: _Optional[_Union[SenderPushes, _Mapping]] = ..., redone: _Optional[_Union[Redone, _Mapping]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
+    shared: int
+    contained: SenderPushes
+    def __init__(self, snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sound: bool = ..., handed: _Optional[_Union[HandOver, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., orphaned: _Optional[_Union[SenderPushes, _Mapping]] = ..., redone: _Optional[_Union[Redone, _Mapping]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ..., shared: _Optional[int] = ..., contained: _Optional[_Union[SenderPushes, _Mapping]] = ...) -> None: ...
 
 class SenderPushes(_message.Message):
     __slots__ = ("sender", "incarnation", "chunks", "pushes", "gradients")

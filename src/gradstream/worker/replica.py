@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -297,6 +297,10 @@ class Replica(ABC):
     def retire(self) -> None:
         """Frees all memory but the parameters. The strategy can no longer use the replica."""
         self._gradient, self._part_sums = Vector("nothing", torch.empty(0)), None
+
+    def away(self) -> AbstractContextManager[object]:
+        """While a user's loop waits for what others do: they do not wait for this worker."""
+        return nullcontext()
 
     @abstractmethod
     async def newest(self) -> torch.Tensor:

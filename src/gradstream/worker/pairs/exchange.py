@@ -28,6 +28,7 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.assembly import Assembly
 from gradstream.worker.exchange import Exchange, ExchangeContext, Transfers
+from gradstream.worker.pairs.contents import Contents
 from gradstream.worker.pairs.replica import PeerReplica
 from gradstream.worker.unsent_state import encoder_of
 
@@ -45,7 +46,7 @@ SIGNS = 4
 """Heartbeats that a caller waiting for the end of a round gets within its patience."""
 
 COUNTS = "counts"
-"""Name of the tensor with the numbers of rounds, and of inner steps."""
+"""Name of the tensor with the numbers of rounds and of inner steps, and those of `Contents.numbers`."""
 
 
 class PeerStates:
@@ -84,7 +85,7 @@ class PeerStates:
             return
         await self._until(stream, last=False)
         replica = self._replica
-        counts = {COUNTS: torch.tensor([replica.version, replica.steps.updates])}
+        counts = {COUNTS: torch.tensor([replica.version, replica.steps.updates, *replica.contents.numbers()])}
 
         def copied(_: object) -> bytes:
             return safetensors.torch.save(
@@ -198,7 +199,7 @@ def take_over(replica: PeerReplica, state: Mapping[str, torch.Tensor], where: st
 
 def go_on_after(replica: PeerReplica, state: Mapping[str, torch.Tensor]) -> None:
     """Continues with the round after those of an adopted state."""
-    replica.version, replica.steps.updates = (int(count) for count in state[COUNTS])
+    replica.version, replica.steps.updates = (int(count) for count in state[COUNTS][:2])
 
 
 # ---- peers -------------------------------------------------------------------------------
@@ -212,6 +213,9 @@ async def make(assembly: Assembly) -> PeerExchange:
     config, context, pairwise = assembly.config, assembly.context, assembly.pairwise
     strategy, member, resume = config.plan.strategy, context.member, context.resume
     assert pairwise is not None and isinstance(strategy, PeerStrategy)
+    contents = Contents(
+        (member.node.name, member.node.incarnation), member.report if config.loop is not None else None
+    )
     return PeerExchange(
         context,
         strategy,
@@ -219,6 +223,7 @@ async def make(assembly: Assembly) -> PeerExchange:
         lambda transfers: PeerReplica(
             assembly.replica_context(),
             pairwise,
+            contents,
             config.plan.job.seed,
             strategy,
             lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
@@ -276,6 +281,7 @@ class PeerExchange(Exchange):
         for name, incarnation in before.items():
             if self._members.get(name) != incarnation:
                 self._pairwise.lost(name, "was lost, as the coordinator says")
+        self.replica.contents.hear(notice)
 
     @property
     def context(self) -> ExchangeContext:
@@ -320,6 +326,7 @@ class PeerExchange(Exchange):
             take = partial(take_over, self.replica, state, name)
             await context.runtime.beside(take, work=Work("copy", elems=sum(map(torch.numel, state.values()))))
             go_on_after(self.replica, state)
+            self.replica.contents.copied(state[COUNTS][2:].tolist())
             return
         raise PeerLostError(
             context.runtime.node,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from gradstream.telemetry.meters import Kind, Transfer, WaitAttribution
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.local_steps import LocalParameters
 from gradstream.worker.loop import LoopSource
+from gradstream.worker.pairs.contents import Contents
 from gradstream.worker.replica import Replica, ReplicaContext, vector_of
 
 
@@ -32,6 +34,7 @@ class PeerReplica(Replica):
     Args:
         context: parts of every replica; its `gradients` are local steps.
         pairwise: the exchanges of this worker's node.
+        contents: whose steps the parameters contain.
         seed: seed of the run.
         strategy: strategy of the run.
         live: see `api.PeerWorker`.
@@ -53,6 +56,7 @@ class PeerReplica(Replica):
         self,
         context: ReplicaContext,
         pairwise: PairwiseExchange,
+        contents: Contents,
         seed: int,
         strategy: PeerStrategy,
         live: Callable[[], Sequence[int]],
@@ -64,6 +68,7 @@ class PeerReplica(Replica):
         self._attribution = WaitAttribution()
         super().__init__(context, self._allocate, self._attribution)
         self.pairwise = pairwise
+        self.contents = contents
         self.seed = seed
         self.state: Mapping[str, Vector] = {name: self._vector(name) for name in strategy.state_names}
         self.numbers: Mapping[str, Vector] = {
@@ -132,10 +137,12 @@ class PeerReplica(Replica):
         taken, begun_ns = self._landing_for(vectors), self._runtime.now()
         names = _name(to), _name(giver)
         gives, takes = [vector.all for vector in vectors], [vector.all for vector in taken]
-        why = await self.pairwise.pass_on(self.version, names[0], names[1], gives, takes)
-        self._attribution.note(Kind.WORKER, names[1] or self._runtime.node, begun_ns, self._runtime.now())
-        if not why[1] and not await self._sound(taken):
-            why = why[0], f"{names[1]} has given numbers that are not finite"
+        with self._meeting(names[1]):
+            why = await self.pairwise.pass_on(self.version, names[0], names[1], gives, takes)
+            self._attribution.note(Kind.WORKER, names[1] or self._runtime.node, begun_ns, self._runtime.now())
+            if not why[1] and not await self._sound(taken):
+                why = why[0], f"{names[1]} has given numbers that are not finite"
+            self._met(gave=not why[0], took=not why[1])
         for name, reason in zip(names, why, strict=True):
             if name and reason:
                 self._on_alone(AloneEvent(rank=self.rank, round=self.version, partner=name, reason=reason))
@@ -147,22 +154,47 @@ class PeerReplica(Replica):
         """See `strategies.api.PeerWorker`."""
         taken, name = self._landing_for(vectors), _name(partner)
         gives, takes = [vector.all for vector in vectors], [vector.all for vector in taken]
-        if self._encoder is not None and name:
-            await self._encode(self._encoder, vectors[0])
-            gives[0], takes[0] = self._coded.all, self._coded_taken.all
-        begun_ns = self._runtime.now()
-        why = await self.pairwise.swap(self.version, name, gives, takes)
-        self._attribution.note(Kind.WORKER, name or self._runtime.node, begun_ns, self._runtime.now())
-        if not why and self._encoder is not None:
-            why = await self._decode(self._encoder, taken[0], name)
-        if not why and not await self._sound(taken):
-            why = f"{name} has given numbers that are not finite"
+        with self._meeting(name):
+            if self._encoder is not None and name:
+                await self._encode(self._encoder, vectors[0])
+                gives[0], takes[0] = self._coded.all, self._coded_taken.all
+            begun_ns = self._runtime.now()
+            why = await self.pairwise.swap(self.version, name, gives, takes)
+            self._attribution.note(Kind.WORKER, name or self._runtime.node, begun_ns, self._runtime.now())
+            if not why and self._encoder is not None:
+                why = await self._decode(self._encoder, taken[0], name)
+            if not why and not await self._sound(taken):
+                why = f"{name} has given numbers that are not finite"
+            self._met(gave=not why, took=not why)
         if why:
             if name:
                 self._on_alone(AloneEvent(rank=self.rank, round=self.version, partner=name, reason=why))
             return None
         self._count(gives, vectors, begun_ns)
         return taken
+
+    @contextmanager
+    def _meeting(self, giver: str) -> Iterator[None]:
+        """An exchange of this round, in which the giver's vectors are taken."""
+        assert self._round is not None
+        self.pairwise.contains = self.contents.given(self._round.batch.ref.batch + 1)
+        with self.contents.meeting(giver):
+            yield
+
+    def _met(self, *, gave: bool, took: bool) -> None:
+        if took:
+            self.contents.taken(self.pairwise.taken_contain)
+        if gave or len(self.live) < 2:  # else it is lost with this worker
+            self.contents.shared()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """See `Replica.away`."""
+        self.pairwise.absent(True)
+        try:
+            yield
+        finally:
+            self.pairwise.absent(False)
 
     async def _encode(self, encoder: Encoder, vector: Vector) -> None:
         """Encodes a vector for the partner, and overwrites it with what the partner decodes."""
