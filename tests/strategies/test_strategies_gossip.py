@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from gradstream.strategies import gossip
 from gradstream.strategies.matching import matching, partner_of
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
+from gradstream.worker.pairs.exchange import PeerExchange
 from peer_runs import LR, Array, bytes_of, inner_steps, noted
 from whole_runs import same
 
@@ -243,3 +245,32 @@ def test_a_worker_beyond_the_number_at_the_beginning_meets_all_others() -> None:
     met = {pair for number in range(60) for pair in matching(1, number, 3, {0, 1, 2, 4})}
     assert met == {(one, other) for one in (0, 1, 2) for other in (1, 2, 4) if one < other}
     assert matching(1, 5, 3, {0, 2}) == matching(1, 5, 3, [2, 0]) and matching(1, 5, 3, ()) == []
+
+
+def test_two_newcomers_at_a_time_copy_from_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they asked one another, both would wait to the end of the run."""
+    copy = PeerExchange._copy_another
+
+    async def later(exchange: PeerExchange) -> None:
+        await exchange._context.runtime.sleep(0.1)  # as a user's own loop, which it enters first
+        await copy(exchange)
+
+    monkeypatch.setattr(PeerExchange, "_copy_another", later)
+
+    async def script(cluster: Any) -> None:
+        director = cluster.virtual.runtime("director")
+        await director.sleep(0.1)
+        for who in ("worker-0", "worker-1"):
+            cluster.kill(who)
+        await director.sleep(0.02)
+        await asyncio.gather(*map(cluster.restart, ("worker-0", "worker-1")))
+
+    model, data = least_squares(240, 4, whole=True)
+    config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.01)})
+    run = gs.simulate(
+        model, data, strategy="gossip", workers=3, batch_size=2, epochs=3, config=config, script=script
+    )
+    steps = Counter(
+        event["rank"] for event in run.events if event["event"] == "step" and event["time_s"] > 0.3
+    )
+    assert min(steps[rank] for rank in range(3)) > 20

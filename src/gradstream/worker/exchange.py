@@ -121,6 +121,14 @@ class Exchange(ABC):
         member.listen(tell)
         tell(member.notice)
 
+    @property
+    def elders(self) -> list[str]:
+        """Names of the workers that have been there for longer, by since when: so newcomers never ask one another."""
+        workers = [node for node in self._context.member.notice.nodes if node.role == "worker"]
+        names = [node.name for node in sorted(workers, key=lambda node: (node.since, node.rank))]
+        own = self._context.runtime.node
+        return names[: names.index(own)] if own in names else names
+
     async def _enter_loop(self) -> None:
         """Copies what a newcomer to users' own loops needs, from the worker that has been there for longest.
 
@@ -131,9 +139,7 @@ class Exchange(ABC):
         context, name = self._context, self._context.runtime.node
         assert context.enter_loop is not None
         while True:
-            workers = [node for node in context.member.notice.nodes if node.role == "worker"]
-            elders = [node.name for node in sorted(workers, key=lambda node: (node.since, node.rank))]
-            elders = elders[: elders.index(name)] if name in elders else elders
+            elders = self.elders
             if not elders:
                 raise PeerLostError(
                     name, "has joined a run of which no worker is left; go on from its newest checkpoint"

@@ -288,12 +288,6 @@ class PeerExchange(Exchange):
         """The worker's place in the run."""
         return self._context
 
-    @property
-    def others(self) -> list[str]:
-        """Names of the other present workers, by rank."""
-        names = names_of(self._context.member.notice.nodes, "worker")
-        return [name for name in names if name != self._context.runtime.node]
-
     # ---- the beginning --------------------------------------------------------------------
 
     async def begin(self) -> None:
@@ -316,9 +310,9 @@ class PeerExchange(Exchange):
         self._keep_snapshots(self._source)
 
     async def _copy_another(self) -> None:
-        """Continues from the state and round of the worker of the lowest rank that answers."""
+        """Continues from the state and round of the first worker that answers, of those that were there before."""
         context = self._context
-        for name in self.others:
+        for name in self.elders:
             try:
                 state = await copy_of(context.endpoint, name, context.config.plan.job.deadlines.silence_s)
             except GONE:
