@@ -23,7 +23,9 @@ def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
     callbacks = callbacks_of(job, run_dir)
     options = dataclasses.replace(options, on_event=callbacks.beside(options.on_event))
     if plan.policy is not None and not options.is_trial:
-        say(f"{run_dir}: {f'{AMONG}; ' if plan.averages_gradients else ''}{plan.policy}")
+        there = options.listening is not None and options.listening.machines > 1
+        promised = f"{options.listening.promise(plan)}; " if options.listening and there else ""
+        say(f"{run_dir}: {f'{AMONG}; ' if plan.averages_gradients else ''}{promised}{plan.policy}")
     try:
         Launcher(plan, run_dir, options).run()
     except (GradstreamError, Interrupted):

@@ -27,6 +27,7 @@ import gradstream as gs
 from gradstream.data.arrays import checksum_of
 from gradstream.errors import GradstreamError, Interrupted, exit_code
 from gradstream.job.files import load_job
+from gradstream.run.planning import plan_run
 from gradstream.run.remote import join as joining_module
 from gradstream.run.remote.address import Address, files_of, new_token
 from gradstream.run.remote.certificate_authority import CertificateAuthority, Invitation
@@ -135,6 +136,30 @@ def test_a_shard_on_each_machine_is_the_default(
     job = replace(load_job(str(linear)), **options)
     listening = Listening(address=LOOPBACK, machines=3, servers_on=servers_on)
     assert listening.spread_servers(job).servers == servers
+
+
+@pytest.mark.parametrize(
+    ("options", "acknowledge", "promise"),
+    [
+        ({"strategy": "downpour"}, "replicated", "any machine but this one may be lost: each shard sends"),
+        ({"strategy": "downpour", "acknowledge": "applied"}, "applied", "takes its shard along"),
+        ({"strategy": "downpour", "servers": 1}, None, "any machine but this one may be lost"),
+        ({"strategy": "dc-asgd"}, None, "takes its shard along"),
+        ({"strategy": "synchronous", "optimizer": "lamb"}, None, "takes its shard along"),
+        ({"strategy": "allreduce"}, None, "any machine but this one may be lost"),
+        ({"strategy_options": {"backup": 1}}, None, "a machine that is lost ends the run"),
+    ],
+)
+def test_shards_on_several_machines_have_backups_where_they_can(
+    linear: Path, options: dict[str, Any], acknowledge: str | None, promise: str
+) -> None:
+    job = replace(load_job(str(linear)), workers=3, **options)
+    listening = Listening(address=LOOPBACK, machines=3)
+    spread = listening.spread_servers(job)
+    assert spread.acknowledge == acknowledge
+    assert promise in listening.promise(plan_run(spread, "a run"))
+    alone = Listening(address=LOOPBACK, machines=1)
+    assert alone.spread_servers(job).acknowledge == options.get("acknowledge")
 
 
 def test_ports_behind_the_one_of_listen() -> None:
@@ -809,7 +834,7 @@ def test_where_shards_are_changes_no_bit_and_checkpoints_are_made(machine: Start
 @pytest.mark.limit_s(120)
 def test_a_machine_that_is_lost_with_its_shard_is_named(machine: Start) -> None:
     waits = WIDE + "\nPath('stops').touch()\n"  # for a checkpoint in a folder that is not the run's
-    arguments = ("--strategy", "downpour", "--run-dir", "elsewhere")
+    arguments = ("--strategy", "downpour", "--acknowledge", "applied", "--run-dir", "elsewhere")
     launcher = machine("a", "train", "linear.py", *arguments, *TWO, addition=waits)
     words = launcher.line(r"gradstream (join .*)")[1].split()
     joined = machine("b", *words, "--name", "b", addition=waits)

@@ -137,7 +137,8 @@ class Job:
         acknowledge: when a shard acknowledges a push. "applied": once it is in the parameters; the run ends if a
             shard dies. "replicated": once another shard has the result in its memory too; needs `servers` >= 2.
             "logged": once a file of the run directory has it. With the last two, a new process continues for a
-            killed shard, and no acknowledged push is lost.
+            killed shard, and no acknowledged push is lost. None: "replicated" where several machines have shards and
+            the strategy allows it, so that none of them takes parameters along, else "applied".
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             more for large models if all nodes exchange through shared memory
             (`wire.chunks.shared_chunk_elems`). It changes no result, except where fragments of `streaming-diloco` end.
@@ -213,7 +214,7 @@ class Job:
     allow_lost: bool = False
     allow_changed: bool = False
     max_restarts: int = 100
-    acknowledge: Literal["applied", "logged", "replicated"] = "applied"
+    acknowledge: Literal["applied", "logged", "replicated"] | None = None
     chunk_elems: int | None = None
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
@@ -276,7 +277,7 @@ class JobOptions(TypedDict, total=False):
     allow_lost: bool
     allow_changed: bool
     max_restarts: int
-    acknowledge: Literal["applied", "logged", "replicated"]
+    acknowledge: Literal["applied", "logged", "replicated"] | None
     chunk_elems: int | None
     checkpoint_every: int | str | None
     keep_last: int

@@ -55,7 +55,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         stands_in=rounds and not why_not and not pairs and not loops_go_on,
         skips_lost=pairs or loops_go_on,
         keeps_shards=why_shards_stay(plan, spread=spread),
-        acknowledge=plan.job.acknowledge,
+        acknowledge=plan.acknowledge,
         regroups=grouped,
         grows=(loops_go_on or (plan.open_ended and (pairs or not rounds))) and not why_not,
     )

@@ -279,6 +279,11 @@ class RunPlan:
         return replace(self, job=replace(self.job, model=model), whole=whole)
 
     @property
+    def acknowledge(self) -> Literal["applied", "logged", "replicated"]:
+        """When shards acknowledge a push: see `Job.acknowledge`."""
+        return self.job.acknowledge or "applied"
+
+    @property
     def traits(self) -> dict[str, str]:
         """What the job has and asks for; see `gradstream.traits`."""
         return traits_of(self.job, self.strategy, self.optimizer, self.codec)

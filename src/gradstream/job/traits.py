@@ -82,7 +82,7 @@ def _of_options(job: Job) -> _Found:
     for name in OPTIONS:
         value = getattr(job, name)
         short = name in ("groups", "phases", "clip_norm", "clip_value", "strategy_options")
-        is_set = bool(value) and value != getattr(Job, name, None)
+        is_set = bool(value) and value not in (getattr(Job, name, None), "applied")
         yield name, is_set, name if short else f"{name}={value!r}"
     loop, pipeline = is_open_ended(job), job.pipeline
     named = f"pipeline={pipeline!r}"

@@ -66,7 +66,7 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         correction=strategy.correction(),
         workers=plan.workers,
         grows=losses_of(plan).grows,
-        acknowledge=plan.job.acknowledge,
+        acknowledge=plan.acknowledge,
         retry_s=plan.job.deadlines.retry_s,
         in_passes=strategy.in_passes,
         noise_scale=plan.job.noise_scale,

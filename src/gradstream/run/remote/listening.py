@@ -8,8 +8,11 @@ from typing import Literal, TypeAlias, get_args
 
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, strategy_of
+from gradstream.job.losses import losses_of
 from gradstream.job.phase_jobs import jobs_of
-from gradstream.job.traits import traits_of_strategy
+from gradstream.job.plan import RunPlan
+from gradstream.job.registry import find_optimizer
+from gradstream.job.traits import traits_of, traits_of_strategy
 from gradstream.run.remote.address import Address
 from gradstream.strategies.base import ServerStrategy
 from gradstream.traits import refuse
@@ -145,18 +148,36 @@ class Listening:
             )
 
     def spread_servers(self, job: Job) -> Job:
-        """The job with at least one shard per machine, if shards are spread and their number is not set.
+        """The job with at least one shard per machine and a backup of each, where shards are spread.
+
+        A number of shards, or `acknowledge`, that the user has set stays as it is.
 
         Raises:
             UnknownNameError: there is no such strategy.
         """
-        served = (
-            phase.servers is None and isinstance(strategy_of(phase), ServerStrategy) for phase in jobs_of(job)
-        )
-        if self.servers_on != "all" or job.servers is not None or not any(served):
+        served = [phase for phase in jobs_of(job) if isinstance(strategy_of(phase), ServerStrategy)]
+        if self.servers_on != "all" or self.machines == 1 or not served:
             return job
-        servers = max(1, self.machines // job.split)  # per part
-        return replace(job, servers=servers, origins={**job.origins, "servers": "listen"})
+        if job.servers is None and any(phase.servers is None for phase in served):
+            servers = max(1, self.machines // job.split)  # per part
+            job = replace(job, servers=servers, origins={**job.origins, "servers": "listen"})
+        origins = {**job.origins, "acknowledge": "listen"}
+        safe = replace(job, acknowledge="replicated", origins=origins)
+        return safe if job.acknowledge is None and _is_allowed(safe) else job
+
+    def promise(self, plan: RunPlan) -> str:
+        """Which machines may be lost while the run goes on, in a clause, and what that costs."""
+        losses = losses_of(plan, spread=True)
+        if not losses.survives_worker_loss:
+            return "a machine that is lost ends the run"
+        if self.servers_on != "all" or plan.servers < 2:
+            return "any machine but this one may be lost"
+        if losses.acknowledge == "replicated":
+            return (
+                "any machine but this one may be lost: each shard sends what it updates to the next machine too "
+                "(acknowledge='applied' leaves that out)"
+            )
+        return "a machine that is lost takes its shard along and ends the run"
 
     def port_of(self, name: str) -> int:
         """The port at which a node listens on its machine; 0 takes a free one. See `address`."""
@@ -169,6 +190,18 @@ class Listening:
     def meeting_port(self, shards: int) -> int:
         """The port of this machine for the process group of a script; 0 takes a free one."""
         return self.own.port and self.own.port + 2 + shards
+
+
+def _is_allowed(job: Job) -> bool:
+    """Whether no trait of a job, or of one of its phases, excludes another."""
+    try:
+        for phase in jobs_of(job):
+            strategy = strategy_of(phase)
+            rule = strategy.optimizer() if phase.optimizer is None else find_optimizer(phase.optimizer)
+            refuse(traits_of(phase, strategy, rule))
+    except ConfigError:
+        return False
+    return True
 
 
 def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:
