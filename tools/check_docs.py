@@ -3,7 +3,7 @@
 * every public symbol (without an underscore, and public methods of public classes) has a docstring;
 * links in README.md and docs/ lead to files, and to headings that exist;
 * Python blocks in them compile;
-* every Python file that a page names in backticks is there;
+* every Python file that a page, a docstring or a comment names in backticks is there;
 * every module that a docstring or a comment names as `package.module` is there;
 * pages use the words of the glossary, and no clause that begins with "who" or "what" is a subject;
 * no file names a directory of somebody's machine;
@@ -100,8 +100,9 @@ def broken_links() -> Iterator[str]:
 
 
 def missing_files() -> Iterator[str]:
-    """Python files that pages name by the end of their path, and that neither exist nor are written by a page."""
-    texts = {page: page.read_text() for page in pages()}
+    """Python files that pages and sources name by the end of their path, and that neither exist nor a page writes."""
+    sources = (path for path in (ROOT / "src").rglob("*.py") if "_pb2" not in path.name)
+    texts = {path: path.read_text() for path in (*pages(), *sources)}
     written = {f"/{name}" for text in texts.values() for name in WRITTEN_FILE.findall(text)}
     there = [
         path

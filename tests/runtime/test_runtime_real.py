@@ -181,7 +181,7 @@ def test_time_goes_on_and_randomness_is_the_seeds(runtime: RealRuntime) -> None:
 def test_process_metrics_tell_cpu_and_memory(runtime: RealRuntime) -> None:
     runtime.memory.allocate(10, torch.float64, "parameters")
     records = {record.name: record for record in runtime.process_metrics("worker")}
-    assert set(records) == {"cpu", "memory", "late"}
+    assert set(records) == {"cpu", "memory", "loop_lag"}
     memory: Any = records["memory"]
     assert memory.vectors_bytes == {"parameters": 80}
     assert memory.peak_bytes > 1 << 20

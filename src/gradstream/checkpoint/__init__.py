@@ -1,7 +1,7 @@
 """Checkpoints: the format of their files, and how they are written, kept and found again.
 
-`format.py`: safetensors headers. `manifest.py`: the contents of `state.json`. `policy.py`: when checkpoints
-are made, and which are kept. `draft.py` writes checkpoints; `folder.py` finds and reads them. `own_state.py`:
+`format.py`: safetensors headers. `manifest.py`: the contents of `state.json`. `draft.py` writes checkpoints;
+`folder.py` finds and reads them, and says when they are made and which are kept. `own_state.py`:
 the state that each worker has of its own. `coordinator/snapshot_rounds.py` decides when a snapshot is made.
 """
 

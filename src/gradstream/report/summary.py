@@ -379,7 +379,7 @@ def _machines(events: Sequence[EventDict]) -> dict[str, Any]:
         cpu[event["role"]] += event["user_s"] + event["system_s"]
         work[event["role"]].update(event["compute_s"])
     late: defaultdict[str, float] = defaultdict(float)
-    for event in _of(events, "late"):
+    for event in _of(events, "loop_lag"):
         late[event["role"]] = max(late[event["role"]], event["max_ms"])
     return {
         "peak_memory_bytes": dict(sorted(peak.items())),

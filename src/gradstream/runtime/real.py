@@ -27,7 +27,7 @@ from gradstream.runtime.base import Lane, Report, Runtime, Storage, Timer, Work
 from gradstream.runtime.deadlines import StallWatch
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import finish_despite_cancel, release_then
-from gradstream.telemetry.events import CpuEvent, Event, LateEvent, MemoryEvent
+from gradstream.telemetry.events import CpuEvent, Event, LoopLagEvent, MemoryEvent
 
 # ---- process metrics ---------------------------------------------------------------------
 # Metrics of this process: how late its event loop is, and how much memory it uses.
@@ -251,7 +251,7 @@ class RealRuntime(Runtime):
                 own_bytes=own_bytes,
                 vectors_bytes=vectors,
             ),
-            LateEvent(role=role, p99_ms=1e3 * p99_s, max_ms=1e3 * max_s),
+            LoopLagEvent(role=role, p99_ms=1e3 * p99_s, max_ms=1e3 * max_s),
         ]
 
     def close(self) -> None:

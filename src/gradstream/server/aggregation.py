@@ -45,7 +45,7 @@ class PushHeader:
         round: version that the push is meant for; only synchronous strategies set it.
         base_version: version of the chunk that the gradient was computed on.
         empty: whether the push has no elements for this chunk: the worker contributes nothing this time.
-        clock: clock of the worker once this push is applied; 0 if workers have none (see `passes.py`).
+        clock: clock of the worker once this push is applied; 0 if workers have none (see `server/shard/passes.py`).
         loss: mean loss over the samples; NaN if unknown.
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
         redone: whether another worker pushes in the name of this lost worker. It belongs to no clock.
@@ -115,7 +115,7 @@ class AggregationRule(ABC):
     def lockstep(self) -> bool:
         """Whether an update is the sum of the pushes of one clock.
 
-        The shard applies the sum once every worker that takes part has pushed for that clock: see `passes.py`.
+        The shard applies the sum once every worker that takes part has pushed for that clock: see `server/shard/passes.py`.
         """
         return False
 
@@ -137,7 +137,7 @@ class AggregationRule(ABC):
 
     @property
     def paced(self) -> bool:
-        """Whether the shard reads the pushes of a round side by side; see `push_handler.py`.
+        """Whether the shard reads the pushes of a round side by side; see `server/shard/requests.py`.
 
         True only if each update needs a push of every worker.
         """

@@ -284,7 +284,7 @@ class CpuEvent(MemberEvent, name="cpu"):
     cores: int | None = None
 
 
-class LateEvent(MemberEvent, name="late"):
+class LoopLagEvent(MemberEvent, name="loop_lag"):
     """Delays of timers on the event loop since the previous late event."""
 
     role: str

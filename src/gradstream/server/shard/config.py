@@ -35,8 +35,8 @@ class ShardConfig:
         resume_from: folder of the checkpoint from which the run continues; "" for a new run.
         restores_state: the rule's state in that checkpoint is that of `optimizer`; else the state begins anew.
         renumbered: version of all chunks of that checkpoint, where another strategy has counted them; else None.
-        quorum: number of pushes to an update, the same pushes on every chunk; None lets the rule decide for each
-            chunk.
+        quorum: least number of pushes to an update, the same pushes on every chunk; None lets the rule decide for
+            each chunk. A decision may name more: rule, ledger and coordinator take as many as it names.
         schedule: decides when the shard's events happen: as they come, or as they were recorded.
         correction: changes a push before the shard uses it; None for no change.
         workers: number of workers at the beginning, whose clocks the shard keeps.

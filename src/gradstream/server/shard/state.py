@@ -127,7 +127,7 @@ class QuorumDecision:
         round: number of the round.
         ranks: ranks of the workers.
         distances: squared distances of their contributions, where their weights depend on them; see
-            `robust.weights_of`.
+            `server.aggregation.WholeRule`.
     """
 
     round: int
