@@ -143,7 +143,7 @@ def test_real_events_are_understood() -> None:
         ev.AppliedEvent(rank=0, updates=1, duplicates=0, dropped=0, refused=0, min_version=1, max_version=1),
         ev.LedgerEvent(epoch=0, samples=4, batches=1, reassigned=0),
         ev.CpuEvent(role="worker", user_s=1.0, system_s=0.0),
-        ev.LateEvent(role="worker", p99_ms=1.0, max_ms=2.0),
+        ev.LoopLagEvent(role="worker", p99_ms=1.0, max_ms=2.0),
         ev.MemoryEvent(role="worker", peak_bytes=7, peak_own_bytes=5),
         ev.FinishedEvent(samples=4, train_s=2.0),
     ]

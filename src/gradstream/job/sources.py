@@ -236,7 +236,7 @@ def users_folder() -> str:
 def import_from(folder: str) -> None:
     """Makes this process import the user's modules from this `users_folder`, as the process that began the run did.
 
-    Call it once gradstream's own modules are imported: a user's file logging.py must not replace the standard library's.
+    Call it once gradstream's own modules are imported: a user's logging.py must not replace the standard library's.
     """
     if folder:
         _FOLDER[:] = [folder]

@@ -115,7 +115,8 @@ class AggregationRule(ABC):
     def lockstep(self) -> bool:
         """Whether an update is the sum of the pushes of one clock.
 
-        The shard applies the sum once every worker that takes part has pushed for that clock: see `server/shard/passes.py`.
+        The shard applies the sum once every worker that takes part has pushed for that clock: see
+        `server/shard/passes.py`.
         """
         return False
 

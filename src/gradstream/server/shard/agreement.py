@@ -212,8 +212,8 @@ class ShardAgreement(ABC, Generic[Said, Decision]):
 # Before the decision the shards apply nothing of a round; at the decision they have all that they need, so a worker
 # may die at any instant. A push that the decision leaves out is late, whenever it comes.
 #
-# Where weights depend on distances over the whole gradient (`server.aggregation.WholeRule`), all workers are needed. A shard that
-# has all their pushes whole says its part of the distances, and the decision has the sums.
+# Where weights depend on distances over the whole gradient (`server.aggregation.WholeRule`), all workers are needed.
+# A shard that has all their pushes whole says its part of the distances, and the decision has the sums.
 #
 # Reference: Chen, Pan, Monga, Bengio, Józefowicz, "Revisiting Distributed Synchronous SGD", 2016 (backup workers).
 
