@@ -179,6 +179,22 @@ def test_in_rounds_a_death_changes_no_bit(strategy: Any, optimizer: Any, acknowl
 # ---- what ends the run ------------------------------------------------------------------------
 
 
+def test_a_copy_in_the_backup_has_all_pushes_that_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that backups over slow links take a part of the bytes that one for each push would."""
+    copies_made, keep = Counter[int](), ChunkCopies.keep
+
+    async def counted(self: ChunkCopies, chunk: int) -> None:
+        copies_made[chunk] += 1
+        await keep(self, chunk)
+
+    monkeypatch.setattr(ChunkCopies, "keep", counted)
+    scenario = replace(one_death(1), strategy=gs.Downpour(), acknowledge="replicated", shards=2, deaths=())
+    audit = audit_of(scenario)
+    assert audit.exact, audit
+    pushes = EPOCHS * SAMPLES // 2
+    assert 0 < max(copies_made.values()) < pushes, copies_made
+
+
 def test_a_shard_and_the_one_with_its_backup_die_together() -> None:
     plan = FaultPlan([Kill("shard-0", 0.2, 0.5), Kill("shard-1", 0.21, 0.5)])
     with pytest.raises(PeerLostError, match="no other shard has a whole backup of shard-0, shard-1"):

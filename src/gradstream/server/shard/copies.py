@@ -9,7 +9,8 @@ had always had it.
 Nothing leaves a shard before its backup has it: the shard acknowledges a push, and sends what came of it, only once
 a copy of the chunk is in the backup. So a new process of the shard continues where the old one has let anybody see it;
 workers send again what was not acknowledged, and the windows tell what was applied. A backup follows the sum of pushes,
-not each push: it has the same size for any number of workers.
+not each push: it has the same size for any number of workers. Where pushes are no rounds, those that come while a copy
+is on its way share the next one.
 
     notice: holds ──▶ hold ──▶ updates in progress end ──▶ copies of chunks ──▶ the new shard
     notice: switched ──▶ leave              notice: failed ──▶ thaw, and all that has come meanwhile happens

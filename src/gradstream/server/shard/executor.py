@@ -46,7 +46,7 @@ from gradstream.server.shard.state import (
     Token,
 )
 from gradstream.server.shard.store import ShardStore
-from gradstream.server.shard.updates import BRIEF_ELEMS, Updates
+from gradstream.server.shard.updates import BRIEF_ELEMS, SecondPass, Updates
 from gradstream.transport.base import Lent
 from gradstream.wire import v1
 
@@ -113,6 +113,9 @@ class StragglerTracker:
 #
 # A shard sends a chunk to a fetching worker on the same machine without a copy: it lends the memory of the chunk. An
 # update writes the same memory, so it waits until the workers have returned the chunk.
+
+MOST_TOGETHER = 16
+"""Updates of a chunk that one copy in the backup has, besides the first: their senders wait for it."""
 
 PATIENCE_S = 2.0
 """How long an update waits for a reader, in seconds. Readers copy at once; a hung reader must not delay the others."""
@@ -234,7 +237,7 @@ class ShardExecutor:
                 return state.push(chunk, parked)
             case UpdateDue():
                 return self._begin(event)
-            case ChunkReleased(chunk, fetch):
+            case ChunkReleased(chunk, fetch) if not fetch.over:
                 fetch.release(chunk, self.stragglers.waited(chunk, fetch.reader, fetch.opened_ns))
             case ChunkRead(chunk):
                 event.clock = state.clocks.slowest(chunk)
@@ -262,11 +265,8 @@ class ShardExecutor:
     def _obey(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Apply(chunk, update):
-                    if update:
-                        self.stragglers.completed(instruction)
-                    parts = [_push(one.token).parts[chunk] for one in update if not one.header.empty]
-                    self.handle(UpdateDue(instruction, parts, self.store.parameters_of(chunk)))
+                case Apply():
+                    self.handle(self._due(instruction))
                 case Acknowledge(chunk=chunk, outcome="dropped") if self.keep is not None:
                     dropped = self._acknowledge_dropped(instruction, self.keep)
                     self._runtime.spawn(dropped, name=f"dropped-{chunk}")
@@ -278,6 +278,12 @@ class ShardExecutor:
                 case Supersede(token, chunk, retry):
                     self.stragglers.gone(token, chunk)
                     _push(token).supersede(chunk, _push(retry))
+
+    def _due(self, due: Apply) -> UpdateDue:
+        if due.update:
+            self.stragglers.completed(due)
+        parts = [_push(one.token).parts[due.chunk] for one in due.update if not one.header.empty]
+        return UpdateDue(due, parts, self.store.parameters_of(due.chunk))
 
     def _acknowledge(self, done: Acknowledge) -> None:
         self.counters[done.outcome] += 1
@@ -332,32 +338,57 @@ class ShardExecutor:
                 self._idle.set()
 
     async def _compute(self, update: UpdateDue) -> None:
-        due = update.due
+        chunk = update.due.chunk
         try:
-            second = await self.updates.prepare(due, update.parts)
+            second = await self.updates.prepare(update.due, update.parts)
+            async with self.leases.turn(chunk):
+                await self._change(update, second)
+                told = [] if self.keep is None else await self._kept(update, self.keep)
+                told += self._applied(update)
         except Exception as error:
             self.fail(error)
             return
-        async with self.leases.turn(due.chunk):
-            if due.completes:
-                await self.leases.gone(due.chunk)
-            try:
-                if second is None:
-                    await self.updates.compute(due, update.parts)
-                else:
-                    await self.updates.finish(due, second)
-                if self.keep is not None:
-                    self.state.commit(due.chunk)
-                    await self.keep(due.chunk)
-            except Exception as error:
-                self.fail(self.updates.blamed(due, error) if isinstance(error, NonFiniteError) else error)
-                return
-            instructions = self._applied(update)
-        following = [instruction for instruction in instructions if isinstance(instruction, Apply)]
-        self._obey(instruction for instruction in instructions if not isinstance(instruction, Apply))
+        following = [instruction for instruction in told if isinstance(instruction, Apply)]
+        self._obey(instruction for instruction in told if not isinstance(instruction, Apply))
         if following:
             await self._runtime.sleep(0)  # a fetch that was just released reads before the next update
             self._obey(following)
+
+    async def _change(self, update: UpdateDue, second: SecondPass | None) -> None:
+        """Computes an update. The caller has the chunk's turn. `second` is what `prepare` has returned."""
+        due = update.due
+        if due.completes:
+            await self.leases.gone(due.chunk)
+        try:
+            if second is None:
+                await self.updates.compute(due, update.parts)
+            else:
+                await self.updates.finish(due, second)
+        except NonFiniteError as error:
+            raise self.updates.blamed(due, error) from None
+
+    async def _kept(self, update: UpdateDue, keep: Callable[[int], Awaitable[None]]) -> list[Instruction]:
+        """Backs a chunk up after an update, and after those that have come meanwhile: one copy has all.
+
+        Returns:
+            What follows from the first of them, once the backup has all. The caller calls `_applied` for the last.
+        """
+        chunk, told = update.due.chunk, list[Instruction]()
+        self.state.commit(chunk)
+        for _ in range(MOST_TOGETHER if self.state.joins_updates else 0):
+            if not self.thawed.is_set():
+                break
+            came = self.state.applied(chunk)
+            told += [instruction for instruction in came if not isinstance(instruction, Apply)]
+            following = [instruction for instruction in came if isinstance(instruction, Apply)]
+            if not following:
+                self.state.hold(chunk)  # nobody sees anything before the backup has it
+                break
+            further = self._due(following[0])
+            await self._change(further, await self.updates.prepare(further.due, further.parts))
+            self.state.commit(chunk)
+        await keep(chunk)
+        return told
 
     def fail(self, error: Exception) -> None:
         """Ends the shard with an error: see `failure`."""

@@ -289,6 +289,19 @@ class ShardState:
             self._free(state)
         return out
 
+    def hold(self, chunk: int) -> None:
+        """Keeps an idle chunk busy, with nothing to update, until the next call of `applied`."""
+        state = self.chunks[chunk]
+        state.applying, state.committed = Apply(chunk, (), state.version), True
+
+    @property
+    def joins_updates(self) -> bool:
+        """Whether nobody can tell several updates, one right after the other, from a reader who comes later.
+
+        Not where the version that a reader gets is the one of its round or clock.
+        """
+        return not (self._rule.by_round or self._rule.lockstep)
+
     def commanded(self, chunk: int) -> list[Instruction]:
         """Counts a command that has changed a chunk's parameters as an update, unless versions are rounds."""
         state = self.chunks[chunk]
