@@ -46,6 +46,9 @@ EXTRA, EXTRA_FILE = "loop.", "loop"
 """Prefix of the tensors that a user's loop has besides its model, and their file in a checkpoint. They
 are not registered: the loop's optimizer makes them at its first step."""
 
+FIRST = f"{EXTRA}first."
+"""Prefix of the parameters with which local steps begin, on their way to a loop."""
+
 STATES = EXTRA + "registered"
 """Name of the array with the states of a loop's registered objects, without their tensors, as JSON."""
 

@@ -158,6 +158,7 @@ class Links:
         compute_s, wait_s: of a minibatch, on the worker that computes longest.
         itemsize: bytes of an element; codecs need 4.
         epoch: minibatches of a worker in a data epoch; None if unknown.
+        delays: whether workers can go on during an exchange.
         spread: that worker's seconds of computing, relative to the fastest worker's.
     """
 
@@ -169,6 +170,7 @@ class Links:
     wait_s: float
     itemsize: int = 4
     epoch: int | None = None
+    delays: bool = True
     spread: float = 1.0
 
     @property
@@ -205,7 +207,7 @@ class Links:
         if self.epoch:
             periods = {_alike(period, self.epoch) for period in periods}
         for every in sorted(periods):
-            for delay in sorted({0, min(hides, every // PARTS)}):
+            for delay in sorted({0, min(hides, every // PARTS) * self.delays}):
                 wait_s = max(0.0, exchange_s - delay * c) / every
                 cost_s = (c + wait_s) * compression.needed(every, delay)
                 yield Advice(
@@ -311,6 +313,7 @@ class LinkChoice:
         epoch: minibatches of a worker in a data epoch of the phase for which it chooses; None if unknown.
         only_measures: whether the phase that it follows serves nothing else, and may end early.
         balanced: whether workers get shares that fit their speed, so that no message needs to suggest that.
+        delays: see `Links`.
 
     Attributes:
         only_measures: see above.
@@ -327,12 +330,14 @@ class LinkChoice:
         *,
         only_measures: bool = False,
         balanced: bool = False,
+        delays: bool = True,
     ) -> None:
         self._workers = workers
         self._every = every
         self._epoch = epoch
         self.only_measures = only_measures
         self._balanced = balanced
+        self._delays = delays
         self._alpha_s = 0.0
         self._beta_s_byte = 0.0
         self._rehearsed = False  # whether no step was waited for
@@ -412,6 +417,7 @@ class LinkChoice:
             wait_s=wait_s,
             itemsize=itemsize,
             epoch=self._epoch,
+            delays=self._delays,
             spread=1.0 if self._balanced else compute_s / (min(medians)[0] or compute_s),
         )
         if not self._unseen:

@@ -83,7 +83,9 @@ def leads_of(plan: CoordinatorPlan) -> Sequence[Lead]:
     nodes = Nodes(
         started.workers, started.servers, plan.parts, plan.boundary.before, alike=alike, grows=losses.grows
     )
-    admission = Admission(nodes, plan.resume)
+    # Vectors of users' own loops are others under another strategy.
+    is_other = not planned and plan.resume is not None and plan.resume.strategy != started.strategy
+    admission = Admission(nodes, None if is_other else plan.resume)
     progress = SampleProgress(ledger, started.num_samples, plan.resume, in_rounds=started.in_rounds)
     orphans = OrphanedPushes(progress, nodes, redoes=losses.redoes and planned)
     snapshots = SnapshotRounds(

@@ -10,7 +10,7 @@ from typing import Any
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.coordinator.link_choice import Chosen
 from gradstream.errors import ConfigError
-from gradstream.job.job import Job
+from gradstream.job.job import Job, is_open_ended, strategy_of
 from gradstream.job.phases import Phase
 from gradstream.job.registry import find_strategy
 from gradstream.job.traits import traits_of_job, traits_of_strategy
@@ -27,6 +27,12 @@ MEASURED_STEPS = 20
 """Minibatches of each worker in the phase that measures."""
 MEASURES = Phase(steps=MEASURED_STEPS, name="measures", strategy="allreduce")
 """The phase before that of strategy "auto", where the job has no phases. Slow links end it after a few steps."""
+
+_OF_THE_LOOP = (
+    *("until", "optimizer", "lr", "workers", "servers", "batch_size", "accumulate"),
+    *("variance_test", "noise_multiple", "shares", "assignment"),
+)
+"""Fields that a user's own loop decides itself, or that stay as they are."""
 
 _OWN = (
     "epochs",
@@ -54,7 +60,9 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
         ConfigError: a field is wrong; the message names the phase.
     """
     phase, where = job.phases[begin.number], f"phases[{begin.number}]"
-    if (phase.epochs is None) == (phase.steps is None):
+    if is_open_ended(job):
+        _check_length_in_loop(job, begin.number, where)
+    elif (phase.epochs is None) == (phase.steps is None):
         got = "neither" if phase.epochs is None else f"epochs={phase.epochs} and steps={phase.steps}"
         raise ConfigError(
             f"{where}: expected exactly one of epochs and steps, got {got}; gs.Phase(epochs=2), for one"
@@ -84,9 +92,11 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
     elif phase.strategy is not None:
         changed["strategy"], changed["strategy_options"] = phase.strategy, phase.strategy_options
     changed["epochs"] = None if phase.epochs is None else begin.epochs + phase.epochs
-    changed["steps"] = None if phase.steps is None else begin.rounds + phase.steps
+    # A loop counts its steps itself: see `RunPlan.loop_steps`.
+    counts = phase.steps is not None and not is_open_ended(job)
+    changed["steps"] = begin.rounds + (phase.steps or 0) if counts else None
     made = dataclasses.replace(job, **changed, phases=())
-    strategy = find_strategy(made.strategy, made.strategy_options)
+    strategy = strategy_of(made)
     if phase.servers is None and not isinstance(strategy, ServerStrategy):
         made = dataclasses.replace(made, servers=None)
     refuse({**traits, **traits_of_strategy(strategy, made.workers)}, f"{where}: ")
@@ -106,6 +116,12 @@ def measured_first(job: Job) -> Job:
     if job.strategy != AUTO:
         return job
     refuse({**traits_of_job(job), "auto": f"strategy={AUTO!r}"})
+    chosen = Phase(epochs=job.epochs, strategy=AUTO, strategy_options=job.strategy_options)
+    made = dataclasses.replace(
+        job, strategy="allreduce", strategy_options={}, epochs=None, phases=(MEASURES, chosen)
+    )
+    if is_open_ended(job):
+        return made
     several = job.batch_size if isinstance(job.batch_size, list | tuple) else [job.batch_size] * job.workers
     sizes = [size for size in several if isinstance(size, int)]  # others are refused with the phases
     measured, samples = MEASURED_STEPS * sum(sizes), job.data.num_samples
@@ -115,11 +131,18 @@ def measured_first(job: Job) -> Job:
             f"has {samples:,}; take phases=[gs.Phase(steps=..., strategy='allreduce'), gs.Phase(epochs=..., "
             f"strategy={AUTO!r})] with fewer steps, or name a strategy"
         )
-    phases = (
-        MEASURES,
-        Phase(epochs=job.epochs, strategy=AUTO, strategy_options=job.strategy_options),
-    )
-    return dataclasses.replace(job, strategy="allreduce", strategy_options={}, epochs=None, phases=phases)
+    return made
+
+
+def _check_length_in_loop(job: Job, number: int, where: str) -> None:
+    """Raises ConfigError unless each phase of a user's own loop but the last one says how many steps it has."""
+    phase, is_last = job.phases[number], number + 1 == len(job.phases)
+    if (phase.steps is None) != is_last or phase.epochs is not None:
+        raise ConfigError(
+            f"{where}: got epochs={phase.epochs}, steps={phase.steps}; in a training loop of your own each phase but the "
+            "last one has steps, steps of the optimizer on each worker, and the last one lasts as long as the loop: "
+            "phases=[gs.Phase(steps=500), gs.Phase(strategy='local-sgd')], for one"
+        )
 
 
 def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
@@ -152,13 +175,25 @@ def traits_of_phase(phases: Sequence[Phase], number: int) -> dict[str, str]:
     """The traits that one of several phases has besides those of its job."""
     phase = phases[number]
     found = {"auto": f"strategy={AUTO!r}"} if phase.strategy == AUTO else {}
+    found["one of several phases"] = f"phases[{number}]"
+    for name in _OF_THE_LOOP:
+        if (value := getattr(phase, name)) is not None:
+            found["phase of a loop's own"] = f"{name}={value!r}"
     for name in ("noise_multiple", "variance_test"):
         if (value := getattr(phase, name)) is not None:
             found[name] = found["growth"] = f"{name}={value}"
     for before, one in enumerate(phases[:number]):
+        if one.strategy is not None and _is_local(one):
+            found["after local steps"] = f"phases[{before}]"
         if one.epochs is None or one.until is not None:
             found["begins inside of an epoch"] = f"phases[{before}], which may end inside of a data epoch"
     return found
+
+
+def _is_local(phase: Phase) -> bool:
+    """Whether workers train alone in it, or may do so."""
+    assert phase.strategy is not None
+    return phase.strategy == AUTO or find_strategy(phase.strategy, phase.strategy_options).local_rounds
 
 
 def _check_variance_test(phase: Phase, where: str, accumulate: int) -> None:

@@ -221,6 +221,23 @@ class RunPlan:
         return None if resume.strategy == name_of(self.strategy) else resume.rounds
 
     @property
+    def vectors(self) -> Resume | None:
+        """The checkpoint whose vectors the exchange goes on from; None if it begins anew.
+
+        Rounds of a loop's gradients always do, and so does what follows them: their checkpoint has no vectors.
+        """
+        resume = self.resume
+        if resume is None or self.averages_gradients or self.follows_gradients:
+            return None
+        return resume
+
+    @property
+    def follows_gradients(self) -> bool:
+        """Whether the checkpoint is of users' own loops that have exchanged gradients alone, and this plan's do not."""
+        resume = self.resume
+        return self.open_ended and resume is not None and resume.strategy != name_of(self.strategy)
+
+    @property
     def replicas(self) -> str:
         """Names what a checkpoint has of each worker that has its own parameters; "" if there are none."""
         if not isinstance(self.strategy, PeerStrategy):
@@ -260,13 +277,27 @@ class RunPlan:
         sizes = phase.batch_size or self.whole.batch_size
         joined = sizes * workers if isinstance(sizes, int) else sum(sizes)
         measures = self.whole.phases[number - 1] == MEASURES
-        epoch = samples and -(-samples // joined)
-        return LinkChoice(workers, self._joined, epoch, only_measures=measures, balanced=self.balanced)
+        epoch = -(-samples // joined) if samples else None
+        return LinkChoice(
+            workers,
+            self._joined,
+            epoch,
+            only_measures=measures and not self.open_ended,  # a loop ends its phase itself
+            balanced=self.balanced,
+            delays=not self.open_ended,
+        )
 
     @property
     def looks_first(self) -> bool:
         """Whether workers look at their links before the first minibatch: see `worker.group.exchange.FirstLook`."""
         return self.link_choice is not None and self.link_choice.only_measures
+
+    @property
+    def loop_steps(self) -> int | None:
+        """The step of the users' own loops with which this phase is over; None if it lasts as long as the loops."""
+        if not (self.open_ended and self.follows) or self.whole is None:
+            return None
+        return sum(phase.steps or 0 for phase in self.whole.phases[: self.phase.number + 1])
 
     @property
     def phase_until(self) -> Until | None:

@@ -257,7 +257,9 @@ async def _run(
                 from gradstream.run.shard import build_shard  # not imported by a run without servers
 
                 return build_shard(plan, runtime, endpoint, int(rank), model, clock=clock).run
-            worker = build_replica(plan, runtime, endpoint, model, clock=clock, carried=carried)
+            bind = getattr(plan.job.data, "bind", None)  # of a user's own loop
+            own = model if bind is None else bind(plan)
+            worker = build_replica(plan, runtime, endpoint, own, clock=clock, carried=carried)
             is_main = threading.current_thread() is threading.main_thread()  # else a user's script has it
             if losses_of(plan).replaces and core is None and is_main:
                 return partial(_until_sigterm, worker.run, worker.drain)

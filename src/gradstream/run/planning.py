@@ -14,7 +14,7 @@ from gradstream.coordinator.link_choice import Chosen
 from gradstream.data.base import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.code import find_function
-from gradstream.job.job import Job, strategy_of
+from gradstream.job.job import Job, is_open_ended, strategy_of
 from gradstream.job.metrics import Metric
 from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
 from gradstream.job.plan import EvaluationPlan, RunPlan
@@ -83,7 +83,8 @@ def _after(job: Job, run_id: str, at: JobPhase, resume: Resume) -> JobPhase | No
         return replace(at, over=False, grown=0, accumulate=at.grown, boundary=boundary)
     if at.number + 1 == len(job.phases):
         return None
-    over = at.over or (phase.steps is not None and resume.rounds >= at.rounds + phase.steps)
+    counts = phase.steps is not None and not is_open_ended(job)  # a loop says itself when its phase is over
+    over = at.over or (counts and resume.rounds >= at.rounds + (phase.steps or 0))
     if over or _plan_phase(job, run_id, at, resume).ledger().finished:
         return JobPhase(
             at.number + 1,
@@ -112,6 +113,8 @@ def _plan_phase(job: Job, run_id: str, begin: JobPhase, resume: Resume | None) -
 def _first_step(plan: RunPlan) -> int:
     """The step with which a plan begins, as it counts steps."""
     job = plan.job
+    if plan.open_ended:
+        return 0
     schedule = Schedule(
         plan=plan.batch_plan(), rank=0, epochs=job.epochs, steps=plan.steps_left, lr=0.0, num_steps=job.steps
     )

@@ -113,7 +113,7 @@ class LoopBridge:
     """Implements `worker.loop.Loop` for a loop that runs in another thread.
 
     Args:
-        binding: the user's parameters.
+        binding: the user's parameters; None before `bind`.
         log: the figures that the user's loop logs, or None.
         averages_gradients: whether only gradients are exchanged. Then a turn is a backward, and the loop calls
             `stepped` after each step.
@@ -124,18 +124,20 @@ class LoopBridge:
         registered: what the loop has besides its model.
 
     Attributes:
-        ended: whether the user's loop has ended well.
+        ended: whether the user's loop has ended well, or its phase.
+        goes_on: see `Loop`.
         visible: the parameters (E,) that the user sees; None before the first turn.
         find_left, find_mark: return what `left` and `mark` are.
         falls_out: called when the loops are not in step.
         roster: which workers make which rounds.
         stays_out, contributed: see `Loop`.
+        before: gradients, samples and steps that the loop had submitted before this phase.
         counts: numbers of gradients, samples and steps that the loop has submitted.
     """
 
     def __init__(
         self,
-        binding: ParameterBinding,
+        binding: ParameterBinding | None,
         log: SessionLog | None = None,
         *,
         averages_gradients: bool = False,
@@ -146,6 +148,7 @@ class LoopBridge:
     ) -> None:
         self.averages_gradients = averages_gradients
         self.ended = False
+        self.goes_on = False
         self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None
@@ -162,7 +165,9 @@ class LoopBridge:
         self._whose: Literal["worker", "user"] = "worker"
         self._context: LoopContext | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self.before = (0, 0, 0)
         self._turn = Turn(0, 0.0, math.nan)  # the user's current turn, or the last one
+        self._is_between = False  # two phases
         self._is_first = True  # of its step
         self._round: Round | None = None  # the worker's round for that turn
         self._rewrite: Callable[[torch.Tensor], object] = _nothing  # writes the round's vector again
@@ -175,13 +180,13 @@ class LoopBridge:
 
     @property
     def batches(self) -> int:
-        """Number of gradients that the loop has submitted."""
-        return self.counts.batches
+        """Number of gradients that the loop has submitted in this phase."""
+        return self.counts.batches - self.before[0]
 
     @property
     def samples(self) -> int:
         """Number of samples in these gradients."""
-        return self.counts.samples
+        return self.counts.samples - self.before[1]
 
     def fetch(self) -> torch.Tensor:
         """Fetches the servers' current parameters (E,). Call it from the user's thread, between steps.
@@ -234,6 +239,16 @@ class LoopBridge:
         return asked.result()
 
     # ---- called by the worker -----------------------------------------------------------
+
+    def bind(self, binding: ParameterBinding, *, averages_gradients: bool) -> None:
+        """Goes on in a phase with another binding of the parameters. The user's thread waits."""
+        with self._condition:
+            self.goes_on, self.averages_gradients = self._context is not None, averages_gradients
+            self._binding, self._on_step, self._rewrite = binding, binding.snapshot_buffers, _nothing
+            self.before = (self.counts.batches, self.counts.samples, self.counts.steps)
+            self.contributed = Counter()
+            self.ended &= not self._is_between
+            self._is_between = False
 
     def begin(self, context: LoopContext) -> None:
         """See `Loop.begin`."""
@@ -289,7 +304,7 @@ class LoopBridge:
     def _has_submitted(self) -> bool:
         """Whether the loop has submitted the round that is made now; else it has to get the result of the last one."""
         context = self._context
-        return context is not None and self.counts.batches == context.replica.step - context.first_step + 1
+        return context is not None and self.batches == context.replica.step - context.first_step + 1
 
     def members(
         self, ranks: Sequence[int], number: int, entered: Sequence[int] = (), *, in_step: bool = True
@@ -297,7 +312,7 @@ class LoopBridge:
         """See `Loop.members`. The user's thread waits."""
         if not in_step:
             self.falls_out()
-        self.roster.change(number, ranks, entered)
+        self.roster.change(self.before[0] + number, ranks, entered)
 
     def missed(self, rounds: int) -> None:
         """See `Loop.missed`. The user's thread waits."""
@@ -434,16 +449,32 @@ class LoopBridge:
     @property
     def behind(self) -> tuple[int, int] | None:
         """See `Loop.behind`."""
-        return self.counts.behind
+        if self.counts.behind is None:
+            return None
+        samples, steps = self.counts.behind
+        return samples, steps - self.before[2]
 
     @property
     def unfinished(self) -> bool:
         """See `Loop.unfinished`."""
         return self.counts.unfinished
 
+    def end_phase(self) -> None:
+        """Notes that the loop has made the steps of its phase, and waits for the first turn of the next one.
+
+        Raises:
+            ClosedError, GradstreamError: see `step`.
+        """
+        with self._condition:
+            self._wait()
+            self.ended = self._is_between = True
+            self._pass_to("worker")
+            self._wait()
+
     def end(self, failure: UserCodeError | PeerLostError | None = None) -> None:
         """Notes that the loop has ended, normally or with an error of the user's. Does not wait."""
         with self._condition:
+            self._is_between = False
             self.ended, self._user_failure = failure is None, failure
             self._pass_to("worker")
 

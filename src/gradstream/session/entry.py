@@ -87,6 +87,7 @@ class SessionEntry:
         plain = {
             "contributed": list(bridge.contributed.items()),
             "counts": bridge.counts.saved(local_rounds=not bridge.averages_gradients),
+            "before": [bridge.before[0], 0, bridge.before[2]],
             "may_enter": not self._takeover.in_rounds or (bridge.may_be_entered and self._has_minibatch),
             "skips": self._places.skips,
             "knows_all": self._knows_all()
@@ -116,6 +117,7 @@ class SessionEntry:
         if in_rounds:  # else it counts its own steps
             bridge.stays_out, bridge.contributed = not came["may_enter"], Counter(dict(came["contributed"]))
             bridge.counts.load(*came["counts"])
+            bridge.before = tuple(came["before"])
         self._places.enter(came["place"])
         self._takeover.load({int(number): state for number, state in came["loaders"].items()})
         self._takeover.roster.load(came["roster"])

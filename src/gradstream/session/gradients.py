@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import ConfigError, GradientError, UserCodeError
 from gradstream.session.agreement import GradientRounds
@@ -80,6 +81,7 @@ class GradientReducer:
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # in no_sync
         self._is_repeat = False
+        self._hooks: list[RemovableHandle] = []
         for index, parameter in enumerate(wrapped.parameters):
             self._hook(index, parameter)
 
@@ -162,6 +164,16 @@ class GradientReducer:
         """Ends the training: see `GradientRounds.end`."""
         self.rounds.end()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward is under way."""
+        return self._writer.is_open
+
+    def release(self) -> None:
+        """Averages no more gradients."""
+        for hook in self._hooks:
+            hook.remove()
+
     def _average_rest(self, optimizer: torch.optim.Optimizer) -> None:
         if (
             self._writer.is_open
@@ -231,8 +243,10 @@ class GradientReducer:
         trained = parameter.requires_grad
         if parameter.is_floating_point():
             parameter.requires_grad_(True)  # torch wants that for a hook; it may be unfrozen at any time
-            parameter.register_hook(partial(self._gradient_computed, index))  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
+            self._hooks += [
+                parameter.register_hook(partial(self._gradient_computed, index)),  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(fired),  # type: ignore[no-untyped-call]
+            ]
             parameter.requires_grad_(trained)
 
     def _gradient_computed(self, index: int, gradient: torch.Tensor) -> torch.Tensor:

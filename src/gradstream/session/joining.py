@@ -19,6 +19,7 @@ from gradstream.job.descriptions import describe
 from gradstream.job.files import intercept, script_of_caller
 from gradstream.job.job import AMONG, Job, strategy_of
 from gradstream.job.phase_jobs import AUTO, measured_first
+from gradstream.job.phases import Phase
 from gradstream.job.registry import find_strategy
 from gradstream.run import placement
 from gradstream.run.place import Place, place_of
@@ -52,6 +53,7 @@ def join(
     trackers: Sequence[str] = (),
     allow_lost: bool = False,
     deadlines: Deadlines | None = None,
+    phases: Sequence[Phase] = (),
 ) -> Session:
     """Joins the run for which this script was started, as one of its workers.
 
@@ -67,7 +69,7 @@ def join(
 
     Args:
         strategy, strategy_options, codec, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
-            trackers, allow_lost, deadlines: see `Job`. Options of `gradstream train` override them. By default,
+            trackers, allow_lost, deadlines, phases: see `Job`. Options of `gradstream train` override them. By default,
             workers wait for one another in `wrap` for half an hour (`Deadlines(join_s=1800)`).
         exchange: the `exchange` entry of `strategy_options`: which library sends the data of a strategy
             without servers; see `AllReduce`.
@@ -104,6 +106,7 @@ def join(
         trackers=trackers,
         allow_lost=allow_lost,
         deadlines=deadlines or Deadlines(join_s=JOIN_S),
+        phases=phases,
     )
     intercept(job)
     if placement.running() is not None:
@@ -111,8 +114,9 @@ def join(
             "join: this process has already called join(), and a process is one worker of one run: use the session "
             "that the first call returned"
         )
-    measured_first(job)  # refuses strategy "auto"
-    if not describe(find_strategy(strategy, job.strategy_options))["class"]:
+    job = measured_first(job)
+    kinds = [job, *(phase for phase in job.phases if phase.strategy not in (None, AUTO))]
+    if not all(describe(find_strategy(one.strategy or "", one.strategy_options))["class"] for one in kinds):
         raise ConfigError(
             "join: the strategy is defined in this script, which the servers do not run: move it to a file of "
             'its own, and name file and class, strategy="mine.py:Mine"'

@@ -24,13 +24,14 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from gradstream.checkpoint.own_state import EXTRA
+from gradstream.checkpoint.own_state import FIRST
 from gradstream.model.base import Slot
 from gradstream.model.buffers import Arrays, Buffers, Tree, rebuild
 from gradstream.optim.base import Optimizer
 from gradstream.session.arrays import ArrayBinding, LocalUpdates, check_rule
 from gradstream.session.binding import ModuleBinding
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.replica import OptimizerStates
 from gradstream.session.samples import SampleCount
 
 
@@ -41,6 +42,8 @@ class LocalModule(ModuleBinding):
         module, parameters: as for `ModuleBinding`.
         in_pairs: a round submits w_i itself; else w - w_i.
         counted: tells whether the pass that is made now repeats samples of another one. Its gradient is set to zero.
+        states: those of the optimizers.
+        is_first: workers begin with their scripts' own parameters, which are made equal; else they are equal.
     """
 
     def __init__(
@@ -50,9 +53,13 @@ class LocalModule(ModuleBinding):
         *,
         in_pairs: bool,
         counted: SampleCount,
+        states: OptimizerStates,
+        is_first: bool = True,
     ) -> None:
         super().__init__(module, parameters)
         self._in_pairs = in_pairs
+        self._states = states
+        self._is_first = is_first
         self._begun = self._own = torch.empty(0)  # w and w_i
 
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
@@ -102,12 +109,15 @@ class LocalModule(ModuleBinding):
 
     def extra(self) -> Arrays:
         """The script's initial parameters, until training begins: all workers begin with worker 0's."""
+        if not self._is_first:
+            return super().extra()
         tensors = [parameter.detach() for parameter in self._parameters]
         return {**super().extra(), **first_of(self.layout.slots, tensors, len(self._begun))}
 
     def load_fixed(self, frozen: Buffers) -> None:
-        """See `ParameterBinding.load_fixed`, and what `extra` returns."""
+        """See `ParameterBinding.load_fixed`, and what `extra` returns; after a phase of joint steps, optimizers too."""
         super().load_fixed(frozen)
+        self._states.load(frozen)
         for parameter, slot in zip(self._parameters, self.layout.slots, strict=True):
             if (value := frozen.get(FIRST + slot.name)) is not None:
                 parameter.data.copy_(torch.from_numpy(np.asarray(value)))
@@ -205,10 +215,6 @@ class LocalArrays(ArrayBinding):
         finally:
             for name, array in local.items():
                 self.by_name[name][...] = array
-
-
-FIRST = f"{EXTRA}first."
-"""Prefix of the first worker's initial parameters, on their way to the other workers."""
 
 
 def first_of(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], begun: int) -> Arrays:

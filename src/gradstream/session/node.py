@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import ConfigError, Interrupted, PeerLostError, ReplicasDifferError, UserCodeError
 from gradstream.job.job import Job
+from gradstream.job.plan import RunPlan
 from gradstream.model.base import Reduction
 from gradstream.model.buffers import Buffers
 from gradstream.run.failures import typed_error
@@ -59,11 +60,13 @@ class OwnLoop:
         running: the loop of this process; None if it is not a worker.
         optimizer: the update rule that the loop's optimizer asks for, as text.
         averages_gradients: whether only gradients are exchanged, under strategies that return their mean.
+        bind: makes the binding of the loop's parameters for a plan of the run, in the node's thread.
     """
 
     running: Loop | None = None
     optimizer: str = ""
     averages_gradients: bool = True
+    bind: Callable[[RunPlan], ParameterBinding] | None = None
     name: str = "the script's own"
     num_samples: int = 0
     num_test_samples: int = 0
@@ -118,46 +121,40 @@ class RunConnection:
         self._registered = registered
         self._host = host
         self._binding: ParameterBinding | None = None
+        self._entry: SessionEntry | None = None
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
 
     def join(
         self,
-        binding: ParameterBinding,
+        bind: Callable[[RunPlan], ParameterBinding],
         rule: str,
         *,
-        averages_gradients: bool,
         counts_steps: bool,
         entry: SessionEntry,
     ) -> LoopBridge:
         """Joins the run. Returns when all workers have joined, with the same parameters.
 
         Args:
-            binding: the user's parameters.
+            bind: makes the binding of the user's parameters for each plan of the run.
             rule: the update rule that the loop's optimizer asks for, as text.
-            averages_gradients: whether only gradients are exchanged.
             counts_steps: see `LoopBridge`.
             entry: the session's own state.
 
         Raises:
             GradstreamError: the run could not start.
         """
-        self._binding, binding.entry = binding, entry
+        self._entry = entry
         bridge = self.bridge = entry.bridge = LoopBridge(
-            binding,
-            self._log,
-            averages_gradients=averages_gradients,
-            counts_steps=counts_steps,
-            on_step=binding.snapshot_buffers,
-            roster=entry.roster,
-            registered=self._registered,
+            None, self._log, counts_steps=counts_steps, roster=entry.roster, registered=self._registered
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        node = partial(self._live, binding, bridge, rule)
+        node = partial(self._live, bind, bridge, rule)
         self._thread = threading.Thread(target=node, name="gradstream", daemon=True)
         self._thread.start()
         bridge.first()
-        self._buffers = binding.buffers() if self._registered.again else {}
+        assert self._binding is not None
+        self._buffers = self._binding.buffers() if self._registered.again else {}
         self._log.open()
         return bridge
 
@@ -217,9 +214,19 @@ class RunConnection:
 
     # ---- the worker node, in its thread -------------------------------------------------
 
-    def _live(self, binding: ParameterBinding, bridge: LoopBridge, rule: str) -> None:
+    def _live(
+        self, bind: Callable[[RunPlan], ParameterBinding], bridge: LoopBridge, rule: str
+    ) -> None:
+        def bound(plan: RunPlan) -> ParameterBinding:
+            if self._binding is not None:
+                self._binding.release()
+            binding = self._binding = bind(plan)
+            binding.entry = self._entry
+            bridge.bind(binding, averages_gradients=plan.averages_gradients)
+            return binding
+
         try:
-            parts: dict[str, Any] = {"model": binding, "data": OwnLoop(bridge, rule)}
+            parts: dict[str, Any] = {"data": OwnLoop(bridge, rule, bind=bound)}
             job = dataclasses.replace(self._place.job(), **parts)
             asyncio.run(run_worker(job, self._place.arguments))
         except RunAbortedError as aborted:

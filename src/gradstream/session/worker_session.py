@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from gradstream.data.open_ledger import Left
 from gradstream.errors import ClosedError, ConfigError, DeadlineError
 from gradstream.job.job import strategy_of
 from gradstream.job.overrides import text_of_optimizer
-from gradstream.job.plan import worker_name
+from gradstream.job.plan import RunPlan, worker_name
 from gradstream.job.registry import find_codec
 from gradstream.job.traits import traits_of_codec
 from gradstream.model.buffers import Tree
@@ -35,7 +35,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.run.placement import WorkerPlacement
 from gradstream.runtime.storage import DiskStorage
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
-from gradstream.session.binding import ParameterBinding
+from gradstream.session.binding import ModuleBinding, ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.entry import SessionEntry
 from gradstream.session.gradient_states import WrappedParameters
@@ -182,6 +182,7 @@ class WorkerSession(Session):
         self.rank = place.rank
         self._place = place
         self._job = place.job()
+        self._strategy: Strategy = strategy_of(self._job)  # of the present plan, once the loop has joined it
         self._seed = seed
         self._log = SessionLog(place.rank, self._steps_made)
         self._connection = RunConnection(place, self._log, self._registered, host)
@@ -215,6 +216,8 @@ class WorkerSession(Session):
         self._dealt: set[object] = set()  # loaders of which others take over a lost worker's rest
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
+        self._binding: ReplicaBinding | LocalModule | None = None  # of models whose steps the loop makes
+        self._last_step: int | None = None  # of the present phase
         self._reducer: GradientReducer | None = None
         self._arrays: ArrayGradients | ArrayParameters | LocalArrays | None = None
         self._round: LocalRound | None = None
@@ -248,7 +251,7 @@ class WorkerSession(Session):
     def _next_step(self) -> int | None:
         """See `ResumePoint.next_step`; None before `wrap` or `exchange`."""
         bridge = self._connection.bridge
-        return None if bridge is None else self._resume_point.next_step(bridge.batches)
+        return None if bridge is None else self._resume_point.next_step(bridge.counts.batches)
 
     def _steps_made(self) -> int:
         bridge = self._connection.bridge
@@ -299,10 +302,10 @@ class WorkerSession(Session):
             name: one for name, one in objects.items() if not isinstance(one, ShardedLoader)
         }  # kept anyway
         ahead = [name for name, one in objects.items() if counts_ahead(one)]
-        if ahead and not self._averages_gradients:
+        if ahead and (self._job.phases or not self._averages_gradients):
+            kind = "phases" if self._job.phases else type(self._strategy).__name__
             raise ConfigError(
-                f"session.register: {ahead[0]} is a loader with a state of its own, which under "
-                f"{type(self._strategy).__name__} counts a minibatch more than the model has in a checkpoint: leave it "
+                f"session.register: {ahead[0]} is a loader with a state of its own, which under {kind} counts a minibatch more than the model has in a checkpoint: leave it "
                 "out, and take the minibatches from session.shard of a DataLoader"
             )
         super().register(**objects)
@@ -333,11 +336,8 @@ class WorkerSession(Session):
         refuse_sync_batch_norm(modules, self.world_size)
         if self.rank == 0:
             keep_configs(DiskStorage(Path(self._place.spec).parent), modules)
-        if self._averages_gradients:
-            self._wrap_replicas(modules, optimizers)
-            return model, optimizer
-        if self._strategy.local_rounds or self._moves_own_parameters:
-            self._wrap_local(modules, optimizers)
+        if self._averages_gradients or self._strategy.local_rounds or self._moves_own_parameters:
+            self._wrap_trained_here(modules, optimizers)
             return model, optimizer
         if len(modules) != 1 or len(optimizers) != 1:
             raise ConfigError(
@@ -356,10 +356,58 @@ class WorkerSession(Session):
         module.register_forward_pre_hook(BeforeForward(self._forward), with_kwargs=True)
         return model, cast(O, wrapped if isinstance(optimizer, TorchOptimizer) else [wrapped])
 
-    def _wrap_replicas(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
+    def _wrap_trained_here(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]
+    ) -> None:
+        """Joins the run with models of which the loop's own optimizers make all steps."""
         self._optimizers = self._places.optimizers = optimizers
-        binding = ReplicaBinding(modules, optimizers)
-        bridge = self._begin(binding, description_of(*optimizers))
+        bind: ParameterBinding | Callable[[RunPlan], ParameterBinding]
+        if self._job.phases:
+            self._check_phases(modules, optimizers)
+            bind = partial(self._bind_phase, modules, optimizers)
+        else:
+            bind = self._bind(modules, optimizers)
+        own_rule = self._averages_gradients or self._strategy.local_rounds
+        # Else the worker hears of each step, and exchanges when it likes.
+        rule = description_of(*optimizers) if own_rule else text_of_optimizer(STEPS)
+        self._begin(bind, rule)
+        for module in modules:
+            module.register_forward_pre_hook(BeforeForward(self._called, self._forward), with_kwargs=True)
+        if self._job.phases:
+            for torch_optimizer in optimizers:
+                around_each_step(torch_optimizer, lambda: None, lambda _: self._after_joint_step())
+        self._begin_steps()
+
+    def _bind_phase(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer], plan: RunPlan
+    ) -> ParameterBinding:
+        """The binding for a plan of the run. The node's thread calls it, while the loop's own one waits."""
+        strategy = self._strategy = plan.strategy
+        self._takeover.steps_a_round = strategy.local_steps if strategy.local_rounds else 1
+        self._last_step = plan.loop_steps
+        return self._bind(modules, optimizers)
+
+    def _bind(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]
+    ) -> ParameterBinding:
+        """The binding for the present strategy."""
+        if self._averages_gradients:
+            self._binding = ReplicaBinding(modules, optimizers)
+        elif not isinstance(self._binding, LocalModule):
+            begins = None if self._binding is None else self._binding.states
+            self._binding = self._bind_local(modules, optimizers, begins)
+        return self._binding
+
+    def _begin_steps(self) -> None:
+        """The loop goes on with the binding of the present plan."""
+        if isinstance(self._binding, LocalModule):
+            self._begin_local(self._binding)
+        elif self._binding is not None:
+            self._begin_replicas(self._binding)
+
+    def _begin_replicas(self, binding: ReplicaBinding) -> None:
+        bridge, optimizers = self._connection.bridge, self._optimizers
+        assert bridge is not None
         parameters = [binding.parameters[name] for name in binding.names]
         wrapped = WrappedParameters(binding.names, parameters, optimizers)
         reducer = self._reducer = GradientReducer(
@@ -377,29 +425,70 @@ class WorkerSession(Session):
         else:
             reducer.rounds.load(self._entry.came["rounds"])
         self._entry.rounds = reducer.rounds.saved
-        hook = BeforeForward(self._forward)
-        for module in modules:
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-        binding.states.watch(check=self._job.checkpoint_every is not None)
+        binding.states.watch(check=self._keeps)
         self._step_hooks = [register_optimizer_step_pre_hook(reducer.before_other_step)]
         for torch_optimizer in optimizers:
-            torch_optimizer.register_step_pre_hook(reducer.before_step)
-            torch_optimizer.register_step_post_hook(reducer.after_step)
+            self._step_hooks += [
+                torch_optimizer.register_step_pre_hook(reducer.before_step),
+                torch_optimizer.register_step_post_hook(reducer.after_step),
+            ]
 
-    def _wrap_local(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
-        joined = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        groups = [group["params"] for torch_optimizer in optimizers for group in torch_optimizer.param_groups]
-        trained = {id(p): p for group in groups for p in group if p.requires_grad}
-        binding = LocalModule(joined, list(trained.values()), in_pairs=self._in_pairs, counted=self._samples)
-        self._optimizers = self._places.optimizers = optimizers
-        self._keep_states(optimizers)
-        in_rounds = (
-            self._strategy.local_rounds
-        )  # else the worker hears of each step, and exchanges when it likes
-        bridge = self._begin(binding, description_of(*optimizers) if in_rounds else text_of_optimizer(STEPS))
-        steps, is_new = self._strategy.local_steps if in_rounds else 1, self._entry.came is not None
-        one_round = LocalRound(bridge, steps, binding, len(optimizers), is_new=is_new)
-        self._round = one_round
+    def _after_joint_step(self) -> None:
+        """The loop has made a step of which all workers have the same parameters."""
+        if self._reducer is not None and not self._reducer.is_open and self._is_phase_over:
+            self._reducer.end()
+            self._reducer.release()
+            self._remove_hook()
+            self._reducer, self._entry.rounds = None, lambda: None
+            self._next_phase()
+
+    @property
+    def _is_phase_over(self) -> bool:
+        return self._last_step is not None and self._steps_made() >= self._last_step
+
+    def _next_phase(self) -> None:
+        bridge = self._connection.bridge
+        assert bridge is not None
+        bridge.end_phase()
+        self._begin_steps()
+
+    def _check_phases(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
+        """Raises ConfigError if a later phase could not begin."""
+        if len(optimizers) > 1:
+            raise ConfigError(
+                f"session.wrap: got {len(optimizers)} optimizers, expected one: this run has phases, whose steps are those "
+                "of one optimizer. Give it the parameters of all models, in groups; or leave the phases out"
+            )
+        ModuleBinding(*_joined(modules, optimizers))  # raises
+
+    def _bind_local(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[TorchOptimizer],
+        states: OptimizerStates | None,
+    ) -> LocalModule:
+        is_first = states is None
+        states = self._keep_states(optimizers, states)
+        return LocalModule(
+            *_joined(modules, optimizers),
+            in_pairs=self._in_pairs,
+            counted=self._samples,
+            states=states,
+            is_first=is_first,
+        )
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._round is not None:
+            self._round.called(module, args, kwargs)
+
+    def _begin_local(self, binding: LocalModule) -> None:
+        bridge, optimizers, is_again = self._connection.bridge, self._optimizers, self._round is not None
+        assert bridge is not None
+        in_rounds, is_new = self._strategy.local_rounds, self._entry.came is not None and not is_again
+        steps = self._strategy.local_steps if in_rounds else 1
+        self._round = LocalRound(bridge, steps, binding, len(optimizers), is_new=is_new)
+        if is_again:
+            return
 
         first_evaluation = list[float]()  # its samples: LBFGS makes several in a step, of the same ones
 
@@ -411,10 +500,15 @@ class WorkerSession(Session):
                 first_evaluation.clear()
                 return
             binding.watch.check_groups(self._where(), optimizer.param_groups)
+            one_round = self._round
+            assert one_round is not None
             taken = partial(self._taken_samples, is_new=not one_round.is_further(optimizer))
             samples, _ = whole(first_evaluation[0] if first_evaluation else taken())
             first_evaluation.clear()
             one_round.stepped(samples, self._log.step(loss), optimizer)
+            if self._is_phase_over:
+                one_round.end()
+                self._next_phase()
 
         def before() -> None:
             bridge.check_open()
@@ -422,16 +516,26 @@ class WorkerSession(Session):
 
         for torch_optimizer in optimizers:
             around_each_step(torch_optimizer, before, partial(made, torch_optimizer), evaluated)
-        hook = BeforeForward(one_round.called, self._forward)
-        for module in modules:
-            module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _keep_states(self, optimizers: Sequence[TorchOptimizer]) -> None:
-        """Has checkpoints keep the states of optimizers that make their steps on this worker alone."""
-        states = self._registered.optimizers = OptimizerStates(optimizers, {})
-        states.watch(check=self._job.checkpoint_every is not None)
+    def _keep_states(
+        self, optimizers: Sequence[TorchOptimizer], states: OptimizerStates | None = None
+    ) -> OptimizerStates:
+        """Has checkpoints keep the states of optimizers that make their steps on this worker alone.
+
+        `states`: as a phase before has watched them.
+        """
+        if states is None:
+            states = OptimizerStates(optimizers, {})
+            states.watch(check=self._keeps)
+        self._registered.optimizers = states
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._without_gradients)
+        return states
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the run makes checkpoints, between two phases at least."""
+        return self._job.checkpoint_every is not None or bool(self._job.phases)
 
     def _without_gradients(self, optimizer: TorchOptimizer, args: Any, kwargs: Any) -> Any:
         """Lets a step that is in the model already change nothing."""
@@ -808,13 +912,18 @@ class WorkerSession(Session):
         for hook in self._step_hooks:
             hook.remove()
 
-    def _begin(self, binding: ParameterBinding, rule: str, *, in_step: bool = False) -> LoopBridge:
+    def _begin(
+        self,
+        binding: ParameterBinding | Callable[[RunPlan], ParameterBinding],
+        rule: str,
+        *,
+        in_step: bool = False,
+    ) -> LoopBridge:
         """Joins the run: between two steps of the loop or, with arrays, in its first one (`in_step`)."""
         bridge = self._connection.join(
-            binding,
+            (lambda _: binding) if isinstance(binding, ParameterBinding) else binding,
             rule,
-            averages_gradients=self._averages_gradients,
-            counts_steps=self._strategy.local_rounds,
+            counts_steps=self._averages_gradients or self._strategy.local_rounds,
             entry=self._entry,
         )
         self._takeover.bridge = bridge
@@ -822,7 +931,7 @@ class WorkerSession(Session):
             self._samples.begin()
         point = self._resume_point
         point.again = not self._averages_gradients and self._registered.again and point.steps > 0
-        self._registered.begin(keeps=self._job.checkpoint_every is not None)
+        self._registered.begin(keeps=self._keeps)
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
             bridge.find_mark, bridge.falls_out = lambda: self._takeover.mark, self._takeover.fall_out
@@ -864,7 +973,7 @@ class WorkerSession(Session):
         self._places.has_others |= self._samples.unseen or self._samples.ahead
         return taken
 
-    @cached_property
+    @property
     def _averages_gradients(self) -> bool:
         """Whether the workers exchange only gradients, and the loop's own optimizer makes each step."""
         return self._strategy.gives_mean
@@ -881,6 +990,11 @@ class WorkerSession(Session):
         """Whether workers exchange parameters in pairs."""
         return isinstance(self._strategy, PeerStrategy)
 
-    @cached_property
-    def _strategy(self) -> Strategy:
-        return strategy_of(self._job)
+
+def _joined(
+    modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]
+) -> tuple[nn.Module, list[nn.Parameter]]:
+    """All models as one, and the parameters that are trained."""
+    groups = [group["params"] for torch_optimizer in optimizers for group in torch_optimizer.param_groups]
+    trained = {id(p): p for group in groups for p in group if p.requires_grad}
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules), list(trained.values())

@@ -120,6 +120,12 @@ class WorkerConfig:
         return 0 if self.plan.resume is None else self.plan.resume.step_of(f"worker-{self.rank}")
 
     @property
+    def first_version(self) -> int:
+        """Version of the parameters with which this plan begins."""
+        plan = self.plan
+        return 0 if plan.averages_gradients or plan.resume is None else plan.resume.rounds
+
+    @property
     def micro_batch_samples(self) -> int:
         """Largest number of samples in a micro-batch of a split replica."""
         plan, all_samples = self.batch_plan, self.plan.job.data.num_samples or 0

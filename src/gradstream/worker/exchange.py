@@ -55,8 +55,8 @@ class ExchangeContext:
 
     @property
     def resume(self) -> Resume | None:
-        """Where the exchange continues; None if it begins anew, as rounds of gradients always do."""
-        return None if self.config.plan.averages_gradients else self.config.plan.resume
+        """See `RunPlan.vectors`."""
+        return self.config.plan.vectors
 
 
 class Exchange(ABC):

@@ -113,14 +113,16 @@ class Loop(Protocol):
         averages_gradients: whether only gradients are exchanged. The `parameters` of a turn are then the mean gradient
             of the round before.
         contributed: by rank of each worker, its samples in rounds that were steps of the loop.
+        goes_on: the loop has made the steps of the phase before, so it has its state.
     """
 
     averages_gradients: bool
     contributed: Counter[int]
+    goes_on: bool
 
     @property
     def ended(self) -> bool:
-        """Whether the user's loop has ended. Then a last minibatch without samples was not one of its steps."""
+        """Whether the user's loop has ended, or its phase. A last minibatch without samples was then no step of it."""
         ...
 
     @property
@@ -130,7 +132,7 @@ class Loop(Protocol):
 
     @property
     def batches(self) -> int:
-        """Number of minibatches so far."""
+        """Number of minibatches so far, in this phase."""
         ...
 
     @property
@@ -154,7 +156,7 @@ class Loop(Protocol):
         ...
 
     def begin(self, context: LoopContext) -> None:
-        """Called once on the event loop, before the first turn."""
+        """Called once on the event loop, before the first turn of a phase."""
         ...
 
     def turn(self, parameters: torch.Tensor, current: Round) -> Turn:

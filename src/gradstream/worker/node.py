@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstream.checkpoint.folder import MODEL, read_own, read_tensors
 from gradstream.checkpoint.manifest import Resume
-from gradstream.checkpoint.own_state import EXTRA_FILE, read_loop, serve_loop, without
+from gradstream.checkpoint.own_state import EXTRA_FILE, FIRST, read_loop, serve_loop, without
 from gradstream.checkpoint.snapshot import Carried
 from gradstream.collectives.pairwise import PairwiseExchange
 from gradstream.coordinator.client.member import BoundaryError, Member, names_of
@@ -128,14 +128,16 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
             replica.samples = kept.samples
     if config.loop is not None:
         replica.samples = resume.samples.get(runtime.node, 0)
-        frozen = list(fixed_of(model).frozen)  # the script may have frozen different parameters this time
-        if frozen:
-            read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
-            load_fixed(model, await runtime.beside(read, work=Work("restore")))
+        fixed = [*fixed_of(model).frozen]  # the script may have frozen different parameters this time
+        first = [slot.name for slot in model.layout.slots] if config.plan.follows_gradients else []
+        if fixed or first:
+            read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", [*fixed, *first])
+            found_there = await runtime.beside(read, work=Work("restore"))
+            load_fixed(model, {FIRST * (name in first) + name: one for name, one in found_there.items()})
         of_loop = partial(read_loop, storage, resume.folder, runtime.node, resume.steps)
         state = await runtime.beside(of_loop, work=Work("restore"))
         config.loop.restore(state, own=runtime.node in resume.steps)
-    if config.plan.averages_gradients:
+    if config.plan.averages_gradients or config.plan.follows_gradients:
         extra = await runtime.beside(
             lambda: read_own(storage, resume.folder, EXTRA_FILE), work=Work("restore")
         )
@@ -203,9 +205,8 @@ class WorkerNode:
         """The source of this worker's minibatches."""
         config = self._config
         if config.loop is not None:
-            resume = None if config.plan.averages_gradients else config.plan.resume
-            begun = 0 if resume is None else resume.rounds
-            return LoopSource(config.loop, config.rank, config.first_step, self._member.requests, begun)
+            requests, begun = self._member.requests, config.first_version
+            return LoopSource(config.loop, config.rank, config.first_step, requests, begun)
         assert config.batch_plan is not None
         kind: Callable[..., Schedule] = Schedule
         if self._lead is not None:
@@ -249,7 +250,8 @@ class WorkerNode:
             if self._exchange is not None:
                 self._report(self._exchange)
                 self._carried.boundary = over.next_boundary
-                self._exchange.carry()
+                if not self._config.plan.averages_gradients:
+                    self._exchange.carry()
             raise
         except Exception as error:
             await self._failed(error)
@@ -297,6 +299,8 @@ class WorkerNode:
             has_own_buffers = False
             if late:
                 await self._averager.adopt()
+            elif config.loop is not None and config.loop.goes_on and config.plan.resume is not None:
+                replica.samples, has_own_buffers = config.plan.resume.samples.get(runtime.node, 0), True
             elif config.plan.resume is not None:
                 has_own_buffers = await restore_own(config, runtime, replica, config.plan.resume)
             self._averager.restored.set()
@@ -310,10 +314,11 @@ class WorkerNode:
             await exchange.train()
             await exchange.flush()
             self._batch_gate.stand()
-            if config.loop is not None:
+            is_last = config.loop is not None and not config.plan.follows
+            if is_last:
                 await exchange.finish()
             await self._averager.freeze()  # others may still ask when this worker has its average
-            if config.loop is not None:  # every worker's loop continues with the final parameters
+            if config.loop is not None and is_last:  # every worker's loop continues with the final parameters
                 buffers = await self._averager.average(last=True, catch_up=config.plan.averages_gradients)
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)

@@ -220,7 +220,7 @@ class GroupExchange(Exchange):
                 await replica.group.all_gather()
         else:
             await self._make_first()
-            replica.version = 0
+            replica.version = self._first_version
         return _nothing
 
     async def _make_first(self) -> None:
@@ -242,7 +242,7 @@ class GroupExchange(Exchange):
 
     @property
     def _first_version(self) -> int:
-        return 0 if self._context.resume is None else self._context.resume.rounds
+        return self._context.config.first_version
 
     async def _first_parameters(self, *, whole: bool = False) -> None:
         """Makes the run's first parameters; or reads from its checkpoint what this worker updates, or all."""
