@@ -254,7 +254,11 @@ import gradstream
 strategy, here, rank, at, where, sharded, waits, differs = json.loads(sys.argv[1])
 plain = {"outer_lr": 1.0, "outer_momentum": 0.0}
 options = {"local-sgd": {"every": 3}, "diloco": {"every": 3, **plain}}.get(strategy, {})
-session = gradstream.join(strategy, strategy_options=options, workers=3)
+if strategy == "post-local":
+    local = gradstream.Phase(strategy="local-sgd", strategy_options={"every": 3})
+    session = gradstream.join(workers=3, phases=[gradstream.Phase(steps=6), local])
+else:
+    session = gradstream.join(strategy, strategy_options=options, workers=3)
 N, EPOCHS, USES = 8 * 13 + 3, 2, 60
 
 
@@ -345,6 +349,10 @@ def train(
         ("synchronous", 6, "step"),
         ("local-sgd", 4, "step"),
         ("local-sgd", 6, "backward"),
+        ("post-local", 3, "backward"),
+        ("post-local", 5, "step"),
+        ("post-local", 6, "step"),
+        ("post-local", 8, "backward"),
     ],
 )
 def test_a_loop_goes_on_without_a_killed_worker_and_each_sample_counts_once_an_epoch(
@@ -370,7 +378,7 @@ def test_the_others_take_over_where_servers_merge_what_workers_have_trained(tmp_
 
 
 @pytest.mark.limit_s(200)
-@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd"])
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd", "post-local"])
 def test_a_new_process_takes_the_place_of_a_killed_worker(tmp_path: Path, strategy: str) -> None:
     done, left = train(tmp_path, strategy, at=3, where="step", waits=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -186,8 +186,10 @@ class Coordinator:
     async def run(self) -> RunOutcome:
         """Returns when the run is over, and all members have left or their lease has passed."""
         runtime, deadlines = self._runtime, self.membership.deadlines
+        at_boundary = self.membership.life.boundary.resume and self.membership.progress.in_loops
         deadline = runtime.expire_after(
-            deadlines.join_s, lambda: self._carry_out(self.membership.overdue(self._age_s()))
+            deadlines.patience_s if at_boundary else deadlines.join_s,  # the scripts are under way
+            lambda: self._carry_out(self.membership.overdue(self._age_s())),
         )
         for node in self.membership.nodes.as_notice():  # members from an earlier process
             self._endpoint.know(node.name, node.address)

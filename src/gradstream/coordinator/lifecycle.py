@@ -269,7 +269,7 @@ class Lifecycle(Lead):
     def _stop(self) -> list[Instruction]:
         """Ends the run, or this plan of it, with the newest checkpoint."""
         self.status = v1.Notice.STOPPED
-        self._nodes.absent = self._nodes.missing
+        self._nodes.cross()
         if self.next_boundary:
             return [Notify()]
         return [Emit(StoppedEvent(step=self._progress.step, folder=self._snapshots.kept)), Notify()]

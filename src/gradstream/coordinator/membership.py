@@ -123,6 +123,9 @@ class Membership:
         if self.life.crossing and self.life.training:
             return []  # it joins after the boundary
         node = request.node
+        if self.life.gathering and self.nodes.is_fresh(node) and self.progress.in_loops:
+            self.nodes.gone |= {node.name}
+            return []  # the state with which it begins is that of the others, once they train
         closed = self.nodes.expelled.get(node.name, "")
         if self.life.over or not self.nodes.awaits(node.name):
             closed = closed or self.life.why_closed(node.role)

@@ -43,6 +43,7 @@ class Nodes(Lead):
         newcomers: the shards that are about to replace them; None if there are none.
         handing_over: whether the newcomers get the parameters now: nothing is updated meanwhile.
         absent: names of the nodes that were missing when the run came to a boundary.
+        crossing: by name, the incarnation of the nodes that were members then.
         gone: the same of the last boundary, and nodes that may come later: the beginning does not wait for these.
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
         epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each
@@ -89,6 +90,8 @@ class Nodes(Lead):
         self.epoch = 0
         self.first_epoch: int = 1 if before is None else max(before.first_epoch, before.epoch) + 1
         self.absent: list[str] = []
+        self.crossing: dict[str, int] = {}
+        self._before = None if before is None else before.crossing
         self.gone = frozenset[str]() if before is None else frozenset(before.absent)
         self.revoked: list[bytes] = [] if before is None else list(before.revoked)
         self.num_workers = num_workers
@@ -135,6 +138,15 @@ class Nodes(Lead):
         highest = max([self.num_workers, *(other.rank for other in self.workers)])
         grows = self._grows and self.epoch > 0 and node.role == "worker"
         return grows and self.num_workers <= node.rank <= highest + MOST_FURTHER
+
+    def cross(self) -> None:
+        """The nodes stop here, perhaps at a boundary."""
+        self.absent = self.missing
+        self.crossing = {node.name: node.incarnation for node in self._nodes.values()}
+
+    def is_fresh(self, node: v1.Node) -> bool:
+        """Whether this process was not there before the boundary after which these nodes begin."""
+        return self._before is not None and self._before.get(node.name) != node.incarnation
 
     def awaits(self, name: str) -> bool:
         """Whether a node of this name is one of the shards that are about to hold the parameters."""

@@ -102,6 +102,11 @@ class SampleProgress(Lead):
         return []
 
     @property
+    def in_loops(self) -> bool:
+        """Whether users' own loops bring the data."""
+        return isinstance(self.ledger, OpenLedger)
+
+    @property
     def is_ending(self) -> bool:
         """Whether users' own loops have come to the end of their rounds."""
         return isinstance(self.ledger, OpenLedger) and self.ledger.is_ending

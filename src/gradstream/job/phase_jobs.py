@@ -139,9 +139,9 @@ def _check_length_in_loop(job: Job, number: int, where: str) -> None:
     phase, is_last = job.phases[number], number + 1 == len(job.phases)
     if (phase.steps is None) != is_last or phase.epochs is not None:
         raise ConfigError(
-            f"{where}: got epochs={phase.epochs}, steps={phase.steps}; in a training loop of your own each phase but the "
-            "last one has steps, steps of the optimizer on each worker, and the last one lasts as long as the loop: "
-            "phases=[gs.Phase(steps=500), gs.Phase(strategy='local-sgd')], for one"
+            f"{where}: got epochs={phase.epochs}, steps={phase.steps}; in a training loop of your own each phase but "
+            "the last one has steps, those of the optimizer on each worker, and the last one lasts as long as the "
+            "loop: phases=[gs.Phase(steps=500), gs.Phase(strategy='local-sgd')], for one"
         )
 
 

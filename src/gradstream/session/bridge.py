@@ -157,7 +157,7 @@ class LoopBridge:
         self.roster = roster or Roster(1)
         self.stays_out = False
         self.contributed: Counter[int] = Counter()
-        self._binding = binding
+        self._bound = binding
         self._log = log
         self._on_step = on_step
         self._registered = registered or Registered()
@@ -177,6 +177,11 @@ class LoopBridge:
         self._user_failure: UserCodeError | PeerLostError | None = (
             None  # the error that ended the user's loop
         )
+
+    @property
+    def _binding(self) -> ParameterBinding:
+        assert self._bound is not None
+        return self._bound
 
     @property
     def batches(self) -> int:
@@ -244,7 +249,7 @@ class LoopBridge:
         """Goes on in a phase with another binding of the parameters. The user's thread waits."""
         with self._condition:
             self.goes_on, self.averages_gradients = self._context is not None, averages_gradients
-            self._binding, self._on_step, self._rewrite = binding, binding.snapshot_buffers, _nothing
+            self._bound, self._on_step, self._rewrite = binding, binding.snapshot_buffers, _nothing
             self.before = (self.counts.batches, self.counts.samples, self.counts.steps)
             self.contributed = Counter()
             self.ended &= not self._is_between

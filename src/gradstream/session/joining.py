@@ -115,8 +115,10 @@ def join(
             "that the first call returned"
         )
     job = measured_first(job)
-    kinds = [job, *(phase for phase in job.phases if phase.strategy not in (None, AUTO))]
-    if not all(describe(find_strategy(one.strategy or "", one.strategy_options))["class"] for one in kinds):
+    named_in = [(phase.strategy, phase.strategy_options) for phase in job.phases]
+    kinds = [(job.strategy, job.strategy_options), *named_in]
+    found = [find_strategy(kind, its) for kind, its in kinds if kind is not None and kind != AUTO]
+    if not all(describe(one)["class"] for one in found):
         raise ConfigError(
             "join: the strategy is defined in this script, which the servers do not run: move it to a file of "
             'its own, and name file and class, strategy="mine.py:Mine"'

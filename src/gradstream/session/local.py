@@ -110,7 +110,7 @@ class LocalModule(ModuleBinding):
     def extra(self) -> Arrays:
         """The script's initial parameters, until training begins: all workers begin with worker 0's."""
         if not self._is_first:
-            return super().extra()
+            return {**super().extra()}
         tensors = [parameter.detach() for parameter in self._parameters]
         return {**super().extra(), **first_of(self.layout.slots, tensors, len(self._begun))}
 

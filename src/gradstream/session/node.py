@@ -214,13 +214,12 @@ class RunConnection:
 
     # ---- the worker node, in its thread -------------------------------------------------
 
-    def _live(
-        self, bind: Callable[[RunPlan], ParameterBinding], bridge: LoopBridge, rule: str
-    ) -> None:
+    def _live(self, bind: Callable[[RunPlan], ParameterBinding], bridge: LoopBridge, rule: str) -> None:
         def bound(plan: RunPlan) -> ParameterBinding:
-            if self._binding is not None:
-                self._binding.release()
-            binding = self._binding = bind(plan)
+            before, binding = self._binding, bind(plan)
+            if before is not None and before is not binding:
+                before.release()
+            self._binding = binding
             binding.entry = self._entry
             bridge.bind(binding, averages_gradients=plan.averages_gradients)
             return binding

@@ -305,8 +305,9 @@ class WorkerSession(Session):
         if ahead and (self._job.phases or not self._averages_gradients):
             kind = "phases" if self._job.phases else type(self._strategy).__name__
             raise ConfigError(
-                f"session.register: {ahead[0]} is a loader with a state of its own, which under {kind} counts a minibatch more than the model has in a checkpoint: leave it "
-                "out, and take the minibatches from session.shard of a DataLoader"
+                f"session.register: {ahead[0]} is a loader with a state of its own, which under {kind} counts "
+                "a minibatch more than the model has in a checkpoint: leave it out, and take the minibatches from "
+                "session.shard of a DataLoader"
             )
         super().register(**objects)
         self._has_loader |= bool(ahead)
@@ -356,9 +357,7 @@ class WorkerSession(Session):
         module.register_forward_pre_hook(BeforeForward(self._forward), with_kwargs=True)
         return model, cast(O, wrapped if isinstance(optimizer, TorchOptimizer) else [wrapped])
 
-    def _wrap_trained_here(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]
-    ) -> None:
+    def _wrap_trained_here(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
         """Joins the run with models of which the loop's own optimizers make all steps."""
         self._optimizers = self._places.optimizers = optimizers
         bind: ParameterBinding | Callable[[RunPlan], ParameterBinding]
@@ -387,12 +386,10 @@ class WorkerSession(Session):
         self._last_step = plan.loop_steps
         return self._bind(modules, optimizers)
 
-    def _bind(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]
-    ) -> ParameterBinding:
+    def _bind(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> ParameterBinding:
         """The binding for the present strategy."""
         if self._averages_gradients:
-            self._binding = ReplicaBinding(modules, optimizers)
+            self._binding = self._binding or ReplicaBinding(modules, optimizers)
         elif not isinstance(self._binding, LocalModule):
             begins = None if self._binding is None else self._binding.states
             self._binding = self._bind_local(modules, optimizers, begins)
@@ -435,12 +432,16 @@ class WorkerSession(Session):
 
     def _after_joint_step(self) -> None:
         """The loop has made a step of which all workers have the same parameters."""
-        if self._reducer is not None and not self._reducer.is_open and self._is_phase_over:
-            self._reducer.end()
-            self._reducer.release()
+        reducer = self._reducer
+        if reducer is None or reducer.is_open or not self._is_phase_over:
+            return
+        reducer.end()
+        self._next_phase()
+        if not self._averages_gradients:
+            reducer.release()
             self._remove_hook()
             self._reducer, self._entry.rounds = None, lambda: None
-            self._next_phase()
+            self._begin_steps()
 
     @property
     def _is_phase_over(self) -> bool:
@@ -450,14 +451,13 @@ class WorkerSession(Session):
         bridge = self._connection.bridge
         assert bridge is not None
         bridge.end_phase()
-        self._begin_steps()
 
     def _check_phases(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
         """Raises ConfigError if a later phase could not begin."""
         if len(optimizers) > 1:
             raise ConfigError(
-                f"session.wrap: got {len(optimizers)} optimizers, expected one: this run has phases, whose steps are those "
-                "of one optimizer. Give it the parameters of all models, in groups; or leave the phases out"
+                f"session.wrap: got {len(optimizers)} optimizers, expected one: this run has phases, whose steps are "
+                "those of one optimizer. Give it the parameters of all models, in groups; or leave the phases out"
             )
         ModuleBinding(*_joined(modules, optimizers))  # raises
 
@@ -484,7 +484,7 @@ class WorkerSession(Session):
     def _begin_local(self, binding: LocalModule) -> None:
         bridge, optimizers, is_again = self._connection.bridge, self._optimizers, self._round is not None
         assert bridge is not None
-        in_rounds, is_new = self._strategy.local_rounds, self._entry.came is not None and not is_again
+        in_rounds, is_new = self._strategy.local_rounds, self._entry.came is not None and not bridge.goes_on
         steps = self._strategy.local_steps if in_rounds else 1
         self._round = LocalRound(bridge, steps, binding, len(optimizers), is_new=is_new)
         if is_again:
@@ -509,6 +509,7 @@ class WorkerSession(Session):
             if self._is_phase_over:
                 one_round.end()
                 self._next_phase()
+                self._begin_steps()
 
         def before() -> None:
             bridge.check_open()

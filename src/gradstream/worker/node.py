@@ -250,7 +250,7 @@ class WorkerNode:
             if self._exchange is not None:
                 self._report(self._exchange)
                 self._carried.boundary = over.next_boundary
-                if not self._config.plan.averages_gradients:
+                if not self._config.plan.averages_gradients and self._exchange.replica.version >= 0:
                     self._exchange.carry()
             raise
         except Exception as error:

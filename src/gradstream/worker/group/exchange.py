@@ -15,6 +15,7 @@ from typing_extensions import override
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Carried, Pieces, load, unsplit
 from gradstream.collectives.group import Group
+from gradstream.coordinator.client.member import BoundaryError
 from gradstream.coordinator.link_choice import CLEAR, summed_s
 from gradstream.errors import (
     ClosedError,
@@ -372,6 +373,7 @@ class GroupExchange(Exchange):
         Raises:
             PeerLostError: this newcomer is there without any worker of which it could have them.
             ConfigError: the loops of the others have ended.
+            BoundaryError: so they have in this phase, and another one follows.
         """
         newest = max(versions)
         there = [rank for rank, version in enumerate(versions) if version == newest and not new[rank]]
@@ -379,6 +381,9 @@ class GroupExchange(Exchange):
         if self._is_new and newest >= 0 and not there:
             raise self._nobody_has_them()
         if self._is_new and newest >= 0 and not going:
+            plan = self._context.config.plan
+            if plan.follows:  # the loops have ended their phase, and this one begins with the next
+                raise BoundaryError(plan.phase.boundary + 1)
             raise ConfigError("session.wrap: the run is at its end: the loops of the other workers are over")
         return (going or there or [versions.index(newest)])[0]
 
