@@ -253,10 +253,16 @@ class CheckpointWriter:
             )
             for index, place in enumerate(snapshot.places)
         }
-        if isinstance(self._membership.progress.ledger, OpenLedger):
+        ledger = self._membership.progress.ledger
+        if isinstance(ledger, OpenLedger):
             # A loop that has run out still takes part in rounds, so it counts its own steps.
             steps = {who: state.steps for who, state in opened.own.items()}
             samples = {who: state.samples for who, state in opened.own.items()}
+            if ledger.finished:  # the loops have ended a phase, and told what lost workers had in it
+                before = {} if self._resume is None else self._resume.samples
+                for rank, count in enumerate(ledger.contributed):
+                    who = f"worker-{rank}"
+                    samples[who] = max(samples.get(who, 0), before.get(who, 0) + count)
         else:
             begin = {who: self._resume.step_of(who) if self._resume else 0 for who in snapshot.stop_at}
             before = {} if self._resume is None else self._resume.steps  # including former workers

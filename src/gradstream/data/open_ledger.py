@@ -388,7 +388,12 @@ class OpenLedger:
         """The samples of lost workers that had not finished their parts; none in rounds of which no loop knows that."""
         ranked = list(enumerate(self._sequences))
         if not self._deals:
-            known = [one for one in ranked if one[1].returned or (one[1].lost and not one[1].is_through)]
+            # A worker may have been lost, and have come back, before this plan of the run.
+            known = [
+                (rank, one)
+                for rank, one in ranked
+                if one.returned or (not one.is_through if one.lost else rank in self._left)
+            ]
             missing = {rank: None if self._own_data else self._left.get(rank, 0) for rank, _ in known}
             return [
                 LostSamples(rank, sequence.num_steps, missing[rank], is_exact=False)
@@ -434,6 +439,11 @@ class OpenLedger:
         """The number of samples in them."""
         del epoch
         return sum(sequence.samples for sequence in self._sequences)
+
+    @property
+    def contributed(self) -> list[int]:
+        """By rank, the samples of a worker without data."""
+        return [sequence.samples for sequence in self._sequences]
 
     @property
     def num_samples(self) -> int:

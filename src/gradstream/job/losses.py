@@ -57,7 +57,8 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.acknowledge,
         regroups=grouped,
-        grows=(loops_go_on or (plan.open_ended and (pairs or not rounds))) and not why_not,
+        grows=(loops_go_on or (plan.open_ended and (pairs or not rounds)))
+        and not (why_not or plan.whole),  # the next plan of the run begins with the number of the job
     )
 
 

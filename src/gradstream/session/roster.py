@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 FIRST = -(1 << 53)
@@ -61,6 +62,16 @@ class Roster:
             change.number for change in self.changes if change.number <= number and rank in change.entered
         ]
         return came[-1] if came else None
+
+    @property
+    def lost(self) -> set[int]:
+        """The ranks of workers that were lost, also where another process has come in their place."""
+        return {
+            rank
+            for before, after in pairwise(self.changes)
+            for rank in before.ranks
+            if rank not in after.ranks or rank in after.entered
+        }
 
     @property
     def newest(self) -> tuple[int, ...]:

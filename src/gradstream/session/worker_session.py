@@ -944,6 +944,7 @@ class WorkerSession(Session):
         batches: Counter[int] = Counter()
         for deal in self._takeover.deals.values():
             batches.update(deal.left())
+        batches.update(dict.fromkeys(self._takeover.roster.lost, 0))
         return Left(batches, self._is_unclear)
 
     @property

@@ -1,0 +1,146 @@
+"""Loops of one's own in phases: allreduce first and local SGD after it, in place, at the edge of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradstream as gs
+from gradstream.errors import ConfigError
+from gradstream.testing.sessions import loop_in_threads
+from small_loops import DEADLINES, INPUTS, TARGETS, momentum, net
+
+Told = dict[str, Any]
+FIRST, EVERY, STEPS = 6, 3, 14
+POST_LOCAL = [gs.Phase(steps=FIRST), gs.Phase(strategy="local-sgd", strategy_options={"every": EVERY})]
+
+
+def falls(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Told:
+    moved = {
+        f"momentum {number}": one["momentum_buffer"]
+        for number, one in optimizer.state_dict()["state"].items()
+    }
+    return {
+        name: value.detach().clone() for name, value in {**dict(model.named_parameters()), **moved}.items()
+    }
+
+
+def loop(session: gs.Session, num_steps: int = STEPS, make: Any = momentum) -> list[Told]:
+    """The state after each step, on this worker."""
+    model, told = net(), list[Told]()
+    loader = session.shard(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4, shuffle=True))
+    _, optimizer = session.wrap(model, make(model))
+    scheduler = falls(optimizer)
+    session.register(scheduler=scheduler)
+    while True:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            scheduler.step()
+            told.append({**state(model, optimizer), "inputs": inputs.clone(), "targets": targets.clone()})
+            assert session.step == len(told)
+            if len(told) == num_steps:
+                session.close()
+                return [*told, state(model, optimizer)]
+
+
+def by_hand(workers: Sequence[list[Told]]) -> list[nn.Module]:
+    """Local SGD of torch alone, on the same minibatches, begun from the state after the first phase."""
+    models: list[nn.Module] = []
+    made = []
+    for told in workers:
+        model = net()
+        optimizer = momentum(model)
+        scheduler = falls(optimizer)
+        for _ in range(FIRST):
+            scheduler.step()
+        begin = told[FIRST - 1]
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.data.copy_(begin[name])
+            optimizer.state[parameter]["momentum_buffer"] = begin[f"momentum {number}"].clone()
+        models.append(model)
+        made.append((optimizer, scheduler))
+    for step in range(FIRST, STEPS):
+        for told, model, (optimizer, scheduler) in zip(workers, models, made, strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(told[step]["inputs"]), told[step]["targets"]).backward()
+            optimizer.step()
+            scheduler.step()
+        if (step + 1 - FIRST) % EVERY == 0 or step + 1 == STEPS:
+            with torch.no_grad():
+                for same in zip(*(model.parameters() for model in models), strict=True):
+                    mean = torch.stack([one.detach() for one in same]).mean(0)
+                    for one in same:
+                        one.copy_(mean)
+    return models
+
+
+def test_a_loop_goes_from_joint_steps_to_local_ones_with_its_optimizers_state() -> None:
+    both = loop_in_threads(loop, phases=POST_LOCAL, deadlines=DEADLINES)
+    plain = loop_in_threads(lambda session: loop(session, FIRST), deadlines=DEADLINES)
+    for found, expected in zip(both, plain, strict=True):
+        for one, other in zip(found[:FIRST], expected, strict=False):
+            assert all(torch.equal(value, other[name]) for name, value in one.items())
+    for found, expected_model in zip(both, by_hand(both), strict=True):
+        for name, value in expected_model.named_parameters():
+            torch.testing.assert_close(found[-1][name], value.detach(), rtol=1e-9, atol=1e-12)
+    local = both[0][FIRST]["0.weight"], both[1][FIRST]["0.weight"]
+    assert not torch.equal(*local)  # each has made a step of its own
+
+
+def test_local_phases_may_follow_one_another_and_a_loop_may_end_before_a_phase_does() -> None:
+    longer = gs.Phase(strategy="local-sgd", strategy_options={"every": 5})
+    phases = [
+        gs.Phase(steps=3),
+        gs.Phase(steps=4, strategy="local-sgd", strategy_options={"every": 3}),
+        longer,
+    ]
+    first, second = loop_in_threads(loop, phases=phases, deadlines=DEADLINES)
+    equal = [
+        all(torch.equal(one[name], other[name]) for name in dict(net().named_parameters()))
+        for one, other in zip(first, second, strict=True)
+    ]
+    # Together in steps 1 to 3; rounds end with steps 6 and 7, where the phase does, and with 12; and at the end.
+    assert [number + 1 for number, same in enumerate(equal) if same] == [1, 2, 3, 6, 7, 12, 15]
+    short = loop_in_threads(lambda session: loop(session, 2), phases=phases, deadlines=DEADLINES)
+    plain = loop_in_threads(lambda session: loop(session, 2), deadlines=DEADLINES)
+    assert all(torch.equal(value, plain[0][-1][name]) for name, value in short[0][-1].items())
+
+
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        ([gs.Phase(steps=6), gs.Phase(steps=2)], "the last one lasts as long as the loop"),
+        ([gs.Phase(epochs=1), gs.Phase()], "each phase but the last one has steps"),
+        ([gs.Phase(steps=6), gs.Phase(batch_size=8)], "leave it out of the phases"),
+        ([gs.Phase(steps=6), gs.Phase(strategy="downpour")], "take 'allreduce' and 'local-sgd'"),
+        ([gs.Phase(steps=6, strategy="local-sgd"), gs.Phase()], "put phases of 'allreduce' before"),
+        ([gs.Phase(steps=6), gs.Phase(strategy=gs.LocalSGD(delay=1))], "leave delay out"),
+        ([gs.Phase(steps=6), gs.Phase(strategy=gs.AllReduce(sharded=True))], "leave sharded out"),
+    ],
+)
+def test_what_phases_of_a_loop_cannot_do_is_refused_with_the_remedy(
+    phases: list[gs.Phase], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        loop_in_threads(loop, phases=phases, deadlines=DEADLINES)
+
+
+def test_two_optimizers_are_refused_in_phases() -> None:
+    def two(session: gs.Session) -> None:
+        model, other = net(), net()
+        session.wrap([model, other], [momentum(model), momentum(other)])
+
+    with pytest.raises(ConfigError, match="got 2 optimizers, expected one"):
+        loop_in_threads(two, phases=POST_LOCAL, deadlines=DEADLINES)
