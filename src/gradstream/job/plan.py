@@ -283,14 +283,17 @@ class RunPlan:
             self._joined,
             epoch,
             only_measures=measures and not self.open_ended,  # a loop ends its phase itself
-            balanced=self.balanced,
+            balanced=self.balanced or self.open_ended,  # loops have no shares
             delays=not self.open_ended,
         )
 
     @property
     def looks_first(self) -> bool:
         """Whether workers look at their links before the first minibatch: see `worker.group.exchange.FirstLook`."""
-        return self.link_choice is not None and self.link_choice.only_measures
+        whole = self.whole
+        return (
+            self.link_choice is not None and whole is not None and whole.phases[self.phase.number] == MEASURES
+        )
 
     @property
     def loop_steps(self) -> int | None:

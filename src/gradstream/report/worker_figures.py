@@ -190,13 +190,14 @@ def alone_text(events: Sequence[EventDict]) -> str:
 
 def phase_text(event: EventDict) -> str:
     """A "phase" event in words: "phase 2 of 3, fast: downpour, 4 workers, minibatches of 32"."""
-    sizes = sorted(set(event["batch_size"]))
-    size = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}" if sizes else "?"
+    sizes = sorted(set(event["batch_size"]))  # none where loops make their minibatches themselves
+    size = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}" if sizes else ""
     joined = f", {event['accumulate']:,} for each step" if event["accumulate"] > 1 else ""
     workers = f"{event['workers']:,} worker{'s' * (event['workers'] > 1)}"
     name = f"phase {event['number']} of {event['phases']}, {event['label']}"
     why = f"; {event['why']}" if event.get("why") else ""
-    return f"{name}: {event['strategy']}, {workers}, minibatches of {size}{joined}{why}"
+    of = f", minibatches of {size}{joined}" if sizes else ""
+    return f"{name}: {event['strategy']}, {workers}{of}{why}"
 
 
 # ---- grouped -----------------------------------------------------------------------------

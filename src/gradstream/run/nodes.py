@@ -171,7 +171,7 @@ def _announced(plan: RunPlan, whole: Job, started: StartedEvent) -> PhaseEvent:
         servers=started.servers,
         strategy=started.strategy,
         optimizer=started.optimizer,
-        batch_size=sizes,
+        batch_size=[] if plan.open_ended else sizes,
         accumulate=job.accumulate,
         total_steps=started.total_steps,
         in_rounds=started.in_rounds,

@@ -125,7 +125,7 @@ class LoopBridge:
 
     Attributes:
         ended: whether the user's loop has ended well, or its phase.
-        goes_on: see `Loop`.
+        goes_on, is_slow: see `Loop`.
         visible: the parameters (E,) that the user sees; None before the first turn.
         find_left, find_mark: return what `left` and `mark` are.
         falls_out: called when the loops are not in step.
@@ -148,7 +148,7 @@ class LoopBridge:
     ) -> None:
         self.averages_gradients = averages_gradients
         self.ended = False
-        self.goes_on = False
+        self.goes_on = self.is_slow = False
         self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None

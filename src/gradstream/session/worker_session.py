@@ -69,6 +69,9 @@ from gradstream.traits import refuse
 
 POLL_S = 0.05
 
+SLOW_STEPS = 3
+"""Steps of strategy "auto" that measure links over which a sum takes long."""
+
 
 class EarlyBarrier:
     """The barriers of one worker before `wrap`.
@@ -445,7 +448,10 @@ class WorkerSession(Session):
 
     @property
     def _is_phase_over(self) -> bool:
-        return self._last_step is not None and self._steps_made() >= self._last_step
+        bridge, last = self._connection.bridge, self._last_step
+        if last is None or bridge is None:
+            return False
+        return self._steps_made() >= (min(last, SLOW_STEPS) if bridge.is_slow else last)
 
     def _next_phase(self) -> None:
         bridge = self._connection.bridge

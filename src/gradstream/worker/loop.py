@@ -114,11 +114,13 @@ class Loop(Protocol):
             of the round before.
         contributed: by rank of each worker, its samples in rounds that were steps of the loop.
         goes_on: the loop has made the steps of the phase before, so it has its state.
+        is_slow: in a phase that measures the links, whether a sum takes so long that a few steps are enough.
     """
 
     averages_gradients: bool
     contributed: Counter[int]
     goes_on: bool
+    is_slow: bool
 
     @property
     def ended(self) -> bool:

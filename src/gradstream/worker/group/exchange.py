@@ -37,14 +37,15 @@ from gradstream.worker.exchange import Exchange, ExchangeContext, Transfers
 from gradstream.worker.group.forming import LOST, GroupForming
 from gradstream.worker.group.replica import GroupReplica
 from gradstream.worker.group.setup import GroupAssembly, GroupSetup
-from gradstream.worker.loop import EntersLaterError
+from gradstream.worker.loop import EntersLaterError, Loop
 
 # ---- first look --------------------------------------------------------------------------
 # `FirstLook`: whether a phase that only measures its links has to wait for a sum at all.
 #
 # The workers measure their links when they form their group, so they know how long a sum takes. If it takes a second
 # or more, each computes a gradient that is not used, and reports its time. If a sum takes many times as long, the
-# coordinator ends the phase before the first minibatch, and the next phase begins with it.
+# coordinator ends the phase before the first minibatch, and the next phase begins with it. A user's own loop cannot
+# compute a gradient that it does not use; it ends the phase after fewer steps.
 
 WORTH_S = 1.0
 """A sum that takes at least this many seconds is worth a first look."""
@@ -58,12 +59,19 @@ class FirstLook:
         size_bytes: size of the vector that the group sums.
         emit: adds an event to those of the run.
         answer_s: how long the coordinator may take to end the phase.
+        loop: the user's own loop, which ends the phase itself; None if there is none.
     """
 
     def __init__(
-        self, runtime: Runtime, size_bytes: int, emit: Callable[[Event], None], answer_s: float
+        self,
+        runtime: Runtime,
+        size_bytes: int,
+        emit: Callable[[Event], None],
+        answer_s: float,
+        loop: Loop | None = None,
     ) -> None:
         self._runtime = runtime
+        self._loop = loop
         self._answer_s = answer_s
         self._size_bytes = size_bytes
         self._emit = emit
@@ -85,7 +93,9 @@ class FirstLook:
         """
         group = replica.group
         sum_s = (await group.tell(self._sum_s))[0][0]
-        if sum_s < WORTH_S:
+        if self._loop is not None:
+            self._loop.is_slow = sum_s >= WORTH_S
+        if self._loop is not None or sum_s < WORTH_S:
             return
         seconds = [compute_s for compute_s, _ in await group.tell(await replica.rehearse())]
         if not all(seconds) or sum_s < CLEAR * max(seconds):
@@ -122,7 +132,7 @@ async def make(assembly: Assembly) -> GroupExchange:
     assert isinstance(strategy, GroupStrategy)
     if config.plan.looks_first:
         size_bytes, answer_s = layout.elems * layout.dtype.itemsize, config.plan.job.deadlines.silence_s
-        look = FirstLook(context.runtime, size_bytes, context.member.emit, answer_s)
+        look = FirstLook(context.runtime, size_bytes, context.member.emit, answer_s, config.loop)
         heard = look.heard
     groups = GroupAssembly(assembly, strategy, heard)
     forming = GroupForming(
