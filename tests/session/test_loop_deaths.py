@@ -378,9 +378,11 @@ def test_the_others_take_over_where_servers_merge_what_workers_have_trained(tmp_
 
 
 @pytest.mark.limit_s(200)
-@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd", "post-local"])
-def test_a_new_process_takes_the_place_of_a_killed_worker(tmp_path: Path, strategy: str) -> None:
-    done, left = train(tmp_path, strategy, at=3, where="step", waits=True)
+@pytest.mark.parametrize(
+    ("strategy", "at"), [("allreduce", 3), ("local-sgd", 3), ("post-local", 3), ("post-local", 8)]
+)
+def test_a_new_process_takes_the_place_of_a_killed_worker(tmp_path: Path, strategy: str, at: int) -> None:
+    done, left = train(tmp_path, strategy, at=at, where="step", waits=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "worker-1 is back" in done.stderr
     assert [one["first"] for one in left] == [True, False, True]

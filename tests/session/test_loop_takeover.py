@@ -518,7 +518,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
             asked.set()
             await asyncio.Event().wait()
 
-    asked, bridge = threading.Event(), LoopBridge(None)  # type: ignore[arg-type]
+    asked, bridge = threading.Event(), LoopBridge(None)
 
     def end() -> None:
         asked.wait()

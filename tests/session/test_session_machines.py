@@ -221,6 +221,55 @@ def test_a_loop_on_two_machines_is_stopped_and_goes_on(
     check_same(alone / "run", tmp_path / "a" / "run")
 
 
+UNKNOWN_LINKS = """
+import torch
+from torch import nn
+import gradstream
+
+session = gradstream.join("auto", checkpoint_every=None)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(320, 400), torch.randn(320, 1))
+loader = session.shard(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+model = nn.Sequential(nn.Linear(400, 2000), nn.Tanh(), nn.Linear(2000, 1))
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=3e-4, momentum=0.9))
+for epoch in session.epochs(1):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+session.close()
+print("steps:", session.step)
+"""
+
+
+@pytest.mark.limit_s(200)
+def test_auto_trains_alone_over_slow_links_and_says_so(tmp_path: Path) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Machines(2, rate="10mbit") as machines:
+        a, b = machines[0], machines[1]
+        arguments = ("gradstream", "train", "own.py", "--listen", a.address, "--wait", "2")
+        launcher = Program(a, tmp_path / "a", *arguments, script=UNKNOWN_LINKS)
+        words = shlex.split(launcher.line(r"(gradstream join .*)")[1])
+        joined = Program(b, tmp_path / "b", *words, script=UNKNOWN_LINKS)
+        status, said = launcher.end()
+        assert (status, joined.end()[0]) == (0, 0), said
+    assert "phase 1 of 2, measures: allreduce, 2 workers" in said
+    assert re.search(
+        r"phase 2 of 2, local-sgd: local-sgd, 2 workers; .* at [\d.]+ Mbit/s: local SGD every \d+", said
+    )
+    assert "steps: 40" in said
+
+
+@pytest.mark.limit_s(100)
+def test_auto_stays_with_joint_steps_on_one_machine(tmp_path: Path) -> None:
+    words = ("gradstream", "train", "own.py", "--workers", "2")
+    status, said = Program(None, tmp_path / "alone", *words, script=UNKNOWN_LINKS).end()
+    assert status == 0, said
+    assert "phase 2 of 2, allreduce: allreduce, 2 workers; no link between machines was measured" in said
+    assert "steps: 40" in said
+
+
 GROWING = """
 import json
 import sys

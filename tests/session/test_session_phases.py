@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,8 @@ import gradstream as gs
 from gradstream.errors import ConfigError
 from gradstream.testing.sessions import loop_in_threads
 from small_loops import DEADLINES, INPUTS, TARGETS, momentum, net
+
+SOURCE = str(Path(gs.__file__).resolve().parents[1])
 
 Told = dict[str, Any]
 FIRST, EVERY, STEPS = 6, 3, 14
@@ -45,7 +52,7 @@ def loop(session: gs.Session, num_steps: int = STEPS, make: Any = momentum) -> l
     while True:
         for inputs, targets in loader:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs), targets).backward()
+            nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             scheduler.step()
             told.append({**state(model, optimizer), "inputs": inputs.clone(), "targets": targets.clone()})
@@ -55,9 +62,9 @@ def loop(session: gs.Session, num_steps: int = STEPS, make: Any = momentum) -> l
                 return [*told, state(model, optimizer)]
 
 
-def by_hand(workers: Sequence[list[Told]]) -> list[nn.Module]:
+def by_hand(workers: Sequence[list[Told]]) -> list[nn.Sequential]:
     """Local SGD of torch alone, on the same minibatches, begun from the state after the first phase."""
-    models: list[nn.Module] = []
+    models: list[nn.Sequential] = []
     made = []
     for told in workers:
         model = net()
@@ -74,7 +81,7 @@ def by_hand(workers: Sequence[list[Told]]) -> list[nn.Module]:
     for step in range(FIRST, STEPS):
         for told, model, (optimizer, scheduler) in zip(workers, models, made, strict=True):
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(told[step]["inputs"]), told[step]["targets"]).backward()
+            nn.functional.mse_loss(model(told[step]["inputs"]), told[step]["targets"]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             scheduler.step()
         if (step + 1 - FIRST) % EVERY == 0 or step + 1 == STEPS:
@@ -135,6 +142,54 @@ def test_what_phases_of_a_loop_cannot_do_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         loop_in_threads(loop, phases=phases, deadlines=DEADLINES)
+
+
+SCRIPT = """
+import os, signal
+import torch
+import gradstream
+
+phases = [gradstream.Phase(steps=6), gradstream.Phase(strategy="local-sgd", strategy_options={"every": 3})]
+session = gradstream.join(checkpoint_every=None, phases=phases)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
+loader = session.shard(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+session.register(scheduler=scheduler)
+for epoch in session.epochs(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        if session.step == int(os.environ.get("AT", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)  # as all others do
+session.close()
+figures = torch.cat([one.detach().flatten().double() for one in (*model.parameters(), *model.buffers())])
+print("ends with", session.step, figures.sum().item(), figures.square().sum().item())
+"""
+
+
+@pytest.mark.limit_s(200)
+def test_a_run_goes_on_from_the_checkpoint_between_two_phases_with_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT)
+
+    def run(*words: str, **environment: str) -> str:
+        said = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", **environment}
+        command = [sys.executable, "-m", "gradstream", *words]
+        done = subprocess.run(
+            command, env=said, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=90
+        )
+        return done.stdout + done.stderr
+
+    ends = re.search(r"ends with .*", run("train", "own.py", "--workers", "2", "--run-dir", "whole"))
+    assert ends is not None
+    assert "no worker is left" in run("train", "own.py", "--workers", "2", "--run-dir", "run", AT="8")
+    again = run("resume", "run")
+    assert "the run goes on from checkpoints/" in again
+    assert ends[0] in again
 
 
 def test_two_optimizers_are_refused_in_phases() -> None:

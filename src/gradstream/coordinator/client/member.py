@@ -173,7 +173,8 @@ class Member(Reporter):
             fixed=fixed,
             boundary=self._boundary,
         )
-        self._endpoint.identity.fingerprint = 0  # a node that has heard of the new one may call before this one has
+        # Of an earlier plan: a node that has heard of the next one's may call before this one has.
+        self._endpoint.identity.fingerprint = 0
         stream = await self._endpoint.open(COORDINATOR, "join", request, priority=Priority.CONTROL)
         self._presence = Presence(self._runtime, self._endpoint, stream, self._deadlines)
         await self._hear(self._presence)
