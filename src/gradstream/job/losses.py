@@ -58,7 +58,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         acknowledge=plan.acknowledge,
         regroups=grouped,
         grows=(loops_go_on or (plan.open_ended and (pairs or not rounds)))
-        and not (why_not or plan.follows),  # the next plan of the run begins with the number of the job
+        and not (why_not or plan.whole),  # the next plan of the run begins with the number of the job
     )
 
 

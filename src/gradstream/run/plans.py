@@ -188,7 +188,7 @@ async def run_plans(
         least = boundary + 1
         if clock.zero_ns is None:  # this node has had a part in no plan yet
             clock = clock_of(plan, runtime, zero_ns)
-        if runtime.node in plan.own_nodes or plan.open_ended:  # loops may be more than at the beginning
+        if runtime.node in plan.own_nodes:
             try:
                 await build(plan, clock)()
                 return
