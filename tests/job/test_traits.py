@@ -264,6 +264,10 @@ def test_each_rule_is_broken_by_some_pair() -> None:
         own = {name: value for name, value in options.items() if name not in ("model", "data", *TOLD)}
         for traits in everything(replace(session_job(), **own)):
             met.update(conflicts(traits))
+    joint, local = gs.Phase(steps=2), gs.Phase(steps=2, strategy="local-sgd")
+    for last in ("allreduce", gs.AllReduce(sharded=True), gs.AllReduce(exchange="torch")):
+        for traits in everything(replace(session_job(), phases=[joint, local, gs.Phase(strategy=last)])):
+            met.update(conflicts(traits))
     elsewhere = {"pushed steps", "resharding", *MODELS, *STARTS}
     missing = [rule for rule in rules() if not {*rule.who, rule.other} & elsewhere and rule not in met]
     assert not missing, "\n".join(f"{rule.who} {rule.verb} {rule.other}" for rule in missing)

@@ -129,7 +129,8 @@ def test_local_phases_may_follow_one_another_and_a_loop_may_end_before_a_phase_d
     ("phases", "said"),
     [
         ([gs.Phase(steps=6), gs.Phase(steps=2)], "the last one lasts as long as the loop"),
-        ([gs.Phase(epochs=1), gs.Phase()], "each phase but the last one has steps"),
+        ([gs.Phase(), gs.Phase()], "each phase but the last one has steps"),
+        ([gs.Phase(epochs=1), gs.Phase()], "give each phase but the last one steps"),
         ([gs.Phase(steps=6), gs.Phase(batch_size=8)], "leave it out of the phases"),
         ([gs.Phase(steps=6), gs.Phase(strategy="downpour")], "take 'allreduce' and 'local-sgd'"),
         ([gs.Phase(steps=6, strategy="local-sgd"), gs.Phase()], "put phases of 'allreduce' before"),

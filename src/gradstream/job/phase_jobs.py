@@ -137,9 +137,9 @@ def measured_first(job: Job) -> Job:
 def _check_length_in_loop(job: Job, number: int, where: str) -> None:
     """Raises ConfigError unless each phase of a user's own loop but the last one says how many steps it has."""
     phase, is_last = job.phases[number], number + 1 == len(job.phases)
-    if (phase.steps is None) != is_last or phase.epochs is not None:
+    if (phase.steps is None) != is_last and phase.epochs is None:  # epochs are refused by a rule
         raise ConfigError(
-            f"{where}: got epochs={phase.epochs}, steps={phase.steps}; in a training loop of your own each phase but "
+            f"{where}: got steps={phase.steps}; in a training loop of your own each phase but "
             "the last one has steps, those of the optimizer on each worker, and the last one lasts as long as the "
             "loop: phases=[gs.Phase(steps=500), gs.Phase(strategy='local-sgd')], for one"
         )
@@ -176,6 +176,8 @@ def traits_of_phase(phases: Sequence[Phase], number: int) -> dict[str, str]:
     phase = phases[number]
     found = {"auto": f"strategy={AUTO!r}"} if phase.strategy == AUTO else {}
     found["one of several phases"] = f"phases[{number}]"
+    if phase.epochs is not None:
+        found["phase in epochs"] = f"epochs={phase.epochs}"
     for name in _OF_THE_LOOP:
         if (value := getattr(phase, name)) is not None:
             found["phase of a loop's own"] = f"{name}={value!r}"
