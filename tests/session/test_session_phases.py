@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
 from gradstream.errors import ConfigError
+from gradstream.session.bridge import LoopBridge
+from gradstream.session.roster import Roster
 from gradstream.testing.sessions import loop_in_threads
 from small_loops import DEADLINES, INPUTS, TARGETS, momentum, net
 
@@ -200,3 +202,12 @@ def test_two_optimizers_are_refused_in_phases() -> None:
 
     with pytest.raises(ConfigError, match="got 2 optimizers, expected one"):
         loop_in_threads(two, phases=POST_LOCAL, deadlines=DEADLINES)
+
+
+def test_a_loss_after_the_last_round_of_a_phase_counts_from_the_first_round_of_the_next() -> None:
+    bridge = LoopBridge(None, roster=(roster := Roster(3)))
+    bridge.members([0, 1, 2], 0)
+    bridge.counts.batches = 7
+    bridge._is_between = True
+    bridge.members([0, 2], 8)  # in a round in which the ended loops have only met one another
+    assert [roster.of(number) for number in (6, 7)] == [(0, 1, 2), (0, 2)]

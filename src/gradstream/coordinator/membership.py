@@ -140,6 +140,10 @@ class Membership:
         notified = begun or len(self.nodes.names) <= NOTIFIED_OF_EACH
         return [self._joined(node), *begun, Notify()] if notified else [self._joined(node)]
 
+    def waits(self, at_s: float) -> list[Instruction]:
+        """A node has to ask again later: after a boundary the others may begin without it."""
+        return self._gathered(at_s) if self.life.gathering and self.life.boundary.resume else []
+
     def _may_enter(self, node: v1.Node) -> bool:
         """Whether a worker, or a part of its replica, may come in the place of a lost one now."""
         # The worker of a split replica comes last: a replica that is in is whole.

@@ -213,6 +213,7 @@ class PresenceService:
             self._give_up(awaited, who, awaited.attempt, why, self.certificates.get(who, b""))
         await self._left(stream, who)
         while not (instructions := self._membership.join(request, context.age_s())):
+            context.carry_out(self._membership.waits(context.age_s()))
             await stream.waiting(self._membership.nodes.worker_names)
             await context.runtime.sleep(ENTER_S)
         for instruction in instructions:

@@ -389,6 +389,10 @@ class Launcher:
     def _let_leave(self) -> None:
         """Waits until the other nodes have ended, up to `lease_s`; for scripts, as long as they take."""
         waited, patient = 0, is_script(self._job) and self._has_finished
+        for name in set(self._cluster.running).intersection(self._events.gone) if patient else ():
+            self._cluster.signal(
+                name, signal.SIGKILL
+            )  # a new process of a lost worker, which has not come in time
         while self._cluster.running and (patient or waited * POLL_S < self._job.deadlines.lease_s):
             waited += self._handle_message() is None
             patient = patient and not self._signals.asked

@@ -317,7 +317,12 @@ class LoopBridge:
         """See `Loop.members`. The user's thread waits."""
         if not in_step:
             self.falls_out()
-        self.roster.change(self.before[0] + number, ranks, entered)
+        number += self.before[0]
+        if (
+            self._is_between
+        ):  # rounds after the phase are none of the loop's, and the next one has their numbers
+            number = min(number, self.counts.batches)
+        self.roster.change(number, ranks, entered)
 
     def missed(self, rounds: int) -> None:
         """See `Loop.missed`. The user's thread waits."""

@@ -193,7 +193,9 @@ class LoaderDeals:
             return self._of(None)
         self._settle()
         column = _Column(number, self._num_begun, {})
-        self._deal(column, self._takeover.roster.of(number - 1))
+        # With the first round of a phase all know who makes it.
+        known = number - (number != self._takeover.first_of_phase)
+        self._deal(column, self._takeover.roster.of(known))
         if not column.items:
             return None
         self._columns.append(column)

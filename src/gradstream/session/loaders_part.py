@@ -103,6 +103,7 @@ class Takeover:
 
     Attributes:
         bridge: reaches the coordinator; None before the loop can make steps.
+        first_of_phase: number of the first round of the present phase; None in a loop without phases.
         deals, draws: by number of a loader, what deals out or draws its minibatches.
         own_data: the loop has used minibatches, or samples, of no loader of which others could take over the rest.
         is_unclear: returns whether nobody knows with which step the loop uses its minibatches.
@@ -126,6 +127,7 @@ class Takeover:
         self.rank = rank
         self.in_rounds = in_rounds
         self.steps_a_round = steps_a_round
+        self.first_of_phase: int | None = None
         self.own_data = False
         self.is_unclear: Callable[[], bool] = lambda: self.own_data
         self.is_last: Callable[[], bool] = lambda: False

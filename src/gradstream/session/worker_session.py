@@ -457,6 +457,7 @@ class WorkerSession(Session):
         bridge = self._connection.bridge
         assert bridge is not None
         bridge.end_phase()
+        self._takeover.first_of_phase = bridge.before[0]
 
     def _check_phases(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
         """Raises ConfigError if a later phase could not begin."""

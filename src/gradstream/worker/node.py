@@ -297,15 +297,16 @@ class WorkerNode:
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             has_own_buffers = False
+            goes_on = config.loop is not None and config.loop.goes_on and config.plan.resume is not None
             if late:
                 await self._averager.adopt()
-            elif config.loop is not None and config.loop.goes_on and config.plan.resume is not None:
-                replica.samples, has_own_buffers = config.plan.resume.samples.get(runtime.node, 0), True
+            elif config.plan.resume is not None and goes_on:
+                replica.samples = config.plan.resume.samples.get(runtime.node, 0)
             elif config.plan.resume is not None:
                 has_own_buffers = await restore_own(config, runtime, replica, config.plan.resume)
             self._averager.restored.set()
-            if (
-                config.plan.optimizer_in_loop and not late
+            if config.plan.optimizer_in_loop and not (
+                late or goes_on
             ):  # a newcomer copies a loop's state when its group is formed
                 await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
