@@ -24,7 +24,6 @@ from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.phase_jobs import job_of_phase, measured_first
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.session.node import job as script_job
 from kit.machines import Machines, unavailable
 from machine_command import Command
 from whole_runs import same
@@ -333,14 +332,6 @@ def test_what_is_not_measured_is_not_changed() -> None:
 def test_what_auto_cannot_have_is_refused_at_the_start(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run_of(100, **options)
-
-
-def test_auto_in_a_loop_of_your_own_is_refused_by_its_name() -> None:
-    with pytest.raises(
-        ConfigError, match=r"strategy='auto' with a training loop of your own.*'local-sgd'"
-    ) as caught:
-        measured_first(replace(script_job(), strategy="auto"))
-    assert "phase" not in str(caught.value)
 
 
 JOB = """

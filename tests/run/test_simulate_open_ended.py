@@ -46,7 +46,7 @@ class Scripted:
         self.begin_at = sum(self.sizes[: self.skip])
         self.contributed: Counter[int] = Counter()
 
-    averages_gradients = False
+    averages_gradients = goes_on = is_slow = False
     behind = None
     left = None
     stays_out = False
