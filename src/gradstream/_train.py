@@ -134,7 +134,8 @@ def train(
         with shown(on_event, progress) as each:
             return train_by_engine(job, engine, words, on_event=each)
     if is_script(job):
-        check_script(job, options)
+        set_by = {name for name, origin in job.origins.items() if not origin.startswith("default")}
+        check_script(job, {*options, *set_by})
     spec = _place(job, processes if listen is None and not detach else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     cwd = STARTED_IN if job.spec is None else job.cwd

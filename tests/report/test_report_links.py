@@ -167,7 +167,7 @@ def test_a_simulated_run_that_follows_the_advice_is_as_quick_as_it_says() -> Non
     )
     rows = dict(figures(followed.summary))
     assert not rows.get("links")
-    assert rows["samples"].endswith("rounds of a worker each")
+    assert rows["samples"].endswith("rounds, all workers together")
 
 
 def test_on_quick_links_nothing_is_to_be_changed() -> None:

@@ -353,6 +353,7 @@ def test_a_machine_joins_a_run_that_has_begun_beyond_the_number_at_its_beginning
     status, said = launcher.end()
     assert status == 0, said
     assert "in the model   390 samples" in said
+    assert "was lost" not in said
     first, second = (json.loads((told / f"{rank}.json").read_text()) for rank in range(2))
     assert first[0] and second[0], "not each sample was used"
     assert first[6] == second[6] == 25

@@ -126,9 +126,9 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     s = summary
     steps = "minibatches"
     if s["num_samples"] == 0:  # a step of a user's own loop may have several
-        steps = "steps of a worker each"
+        steps = "steps, all workers together"
     if s["trains_locally"] and s["way"] in ("group", "pairs"):
-        steps = "rounds of a worker each"
+        steps = "rounds, all workers together"
     rows = [
         ("model", _of(s["num_parameters"] or None, "{:,} parameters")),
         (

@@ -257,9 +257,9 @@ class CheckpointWriter:
         if isinstance(ledger, OpenLedger):
             # A loop that has run out still takes part in rounds, so it counts its own steps.
             steps = {who: state.steps for who, state in opened.own.items()}
-            samples = {who: state.samples for who, state in opened.own.items()}
+            before = {} if self._resume is None else self._resume.samples  # including former workers
+            samples = {**before, **{who: state.samples for who, state in opened.own.items()}}
             if ledger.finished:  # the loops have ended a phase, and told what lost workers had in it
-                before = {} if self._resume is None else self._resume.samples
                 for rank, count in enumerate(ledger.contributed):
                     who = f"worker-{rank}"
                     samples[who] = max(samples.get(who, 0), before.get(who, 0) + count)
