@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import os
@@ -212,6 +213,10 @@ def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
         gs.train(job, epochs=3)
     with pytest.raises(gs.errors.ConfigError, match="optimizer='adam': this script"):
         gs.train(job, optimizer="adam")
+    with pytest.raises(gs.errors.ConfigError, match="batch_size=32: this script"):
+        gs.train(job, batch_size=32)  # the default's value
+    with pytest.raises(gs.errors.ConfigError, match="batch_size=32: this script"):
+        gs.train(dataclasses.replace(job, origins={"batch_size": "--batch-size"}))
     with pytest.raises(gs.errors.ConfigError, match="cannot be simulated"):
         gs.simulate(job)
     with pytest.raises(gs.errors.ConfigError, match="runs as processes; leave processes out"):

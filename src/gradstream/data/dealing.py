@@ -325,9 +325,7 @@ class Dealing:
             self.drop(rank, place)
         for pool in self._pools.values():
             runs = pool.parts.pop(rank, [])
-            if (
-                runs and rank not in pool.begun
-            ):  # the others have begun it: they divide it as they do later ones
+            if rank not in pool.begun:  # the others have begun it, and divide it as they do later ones
                 pool.left.setdefault(NOBODY, []).extend(runs)
 
     def lost(self, process: Process) -> None:

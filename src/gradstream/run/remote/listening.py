@@ -167,12 +167,12 @@ class Listening:
 
     def promise(self, plan: RunPlan) -> str:
         """Which machines may be lost while the run goes on, in a clause, and what that costs."""
-        losses = losses_of(plan, spread=True)
-        if not losses.survives_worker_loss:
+        phases = plan.every or (plan,)
+        if not all(losses_of(phase, spread=True).survives_worker_loss for phase in phases):
             return "a machine that is lost ends the run"
-        if self.servers_on != "all" or plan.servers < 2:
+        if self.servers_on != "all" or all(phase.servers < 2 for phase in phases):
             return "any machine but this one may be lost"
-        if losses.acknowledge == "replicated":
+        if plan.acknowledge == "replicated":
             return (
                 "any machine but this one may be lost: each shard sends what it updates to the next machine too "
                 "(acknowledge='applied' leaves that out)"
