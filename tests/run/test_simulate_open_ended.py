@@ -40,6 +40,8 @@ class Scripted:
     final: torch.Tensor | None = None
     begin_at: int = 0
     skip: int = 0  # minibatches before the run was resumed
+    entries: int = 1  # a newcomer can begin with every round, or with every so manieth
+    heard: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
 
     def begin(self, context: LoopContext) -> None:
         self.skip = context.replica.step
@@ -53,12 +55,12 @@ class Scripted:
 
     @property
     def mark(self) -> int:
-        return 0 if self.ended else 1
+        return 0 if self.ended else -2 if self.batches % self.entries else 2
 
     def members(
         self, ranks: Sequence[int], number: int, entered: Sequence[int] = (), *, in_step: bool = True
     ) -> None:
-        self.there = list(ranks)
+        self.heard.append((number, list(ranks), list(entered)))
 
     def again(self, current: Round) -> Turn:
         current.gradient.copy_(self.latest)
@@ -107,6 +109,7 @@ class Own:
     name: str = "own"
     num_samples: int = 0
     num_test_samples: int = 0
+    entries: int = 1
     loops: dict[int, Scripted] = field(default_factory=dict)
 
     def loop(self, rank: int) -> Scripted:
@@ -114,7 +117,7 @@ class Own:
         start = sum(map(sum, self.sizes[:rank]))
         ids = np.arange(start, start + sum(self.sizes[rank]))
         batch = data.batch(ids)
-        self.loops[rank] = Scripted(batch.inputs, batch.targets, self.sizes[rank])
+        self.loops[rank] = Scripted(batch.inputs, batch.targets, self.sizes[rank], entries=self.entries)
         return self.loops[rank]
 
 
@@ -228,6 +231,26 @@ def test_a_round_that_a_death_has_broken_is_made_again_once_by_the_others(second
 
     w = torch.from_numpy(run.parameters["w"])
     assert any(torch.allclose(w, by_hand(whole), rtol=1e-12, atol=0) for whole in range(21))
+
+
+@pytest.mark.parametrize("seconds", [0.31, 0.41, 0.43, 0.48, 0.52])
+@pytest.mark.parametrize("entries", [1, 2, 3, 7])
+def test_a_newcomer_is_in_no_round_with_which_its_loop_cannot_begin(entries: int, seconds: float) -> None:
+    model, _ = least_squares(64, 5, reduction="mean")
+    own = Own([[1] * 20] * 3, entries=entries)
+    config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
+    job = Job(model, own, strategy="allreduce", optimizer=gs.optim.SGD(lr=RATE), workers=3, deadlines=QUICK)  # type: ignore[arg-type]
+
+    async def script(cluster: Any) -> None:
+        await kill_at("worker-1", seconds)(cluster)
+        await cluster.restart("worker-1")
+
+    gs.simulate(job, config=config, script=script)
+    for rank in (0, 2):
+        heard = own.loops[rank].heard
+        ((number, ranks),) = [(number, ranks) for number, ranks, entered in heard if entered]
+        assert ranks == [0, 1, 2] and (number + 1) % entries == 0
+        assert all(ranks == [0, 2] for one, ranks, _ in heard if 0 < one < number)
 
 
 @pytest.mark.parametrize("slow_s", [2.0, 12.0, 500.0])

@@ -303,9 +303,11 @@ for epoch in range(EPOCHS):
         made += 1
         if differs and not is_first:
             model.pad.data.add_(1e-3)  # as a step at another rate would
-        while waits and is_first and made == at + 2 and not os.path.exists(again):
+        while waits == "within" and is_first and made == at + 2 and not os.path.exists(again):
             time.sleep(0.05)
-        time.sleep(0.2 if waits else 0)
+        time.sleep(0.2 if waits == "within" else 0)
+while waits == "at the end" and session.rank == 0 and '"epoch":3' not in open(f"{here}/run/events.jsonl").read():
+    time.sleep(0.05)  # worker-2 closes its session; the newcomer comes to this round
 session.close()
 used = [0] * N
 for index in torch.nonzero(model.uses.detach()).flatten().tolist():
@@ -323,7 +325,7 @@ def train(
     at: int,
     where: str,
     sharded: bool = True,
-    waits: bool = False,
+    waits: str = "",
     differs: bool = False,
 ) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
     """Runs the script on three workers, of which worker-1 dies, and returns what the others have found."""
@@ -382,7 +384,7 @@ def test_the_others_take_over_where_servers_merge_what_workers_have_trained(tmp_
     ("strategy", "at"), [("allreduce", 3), ("local-sgd", 3), ("post-local", 3), ("post-local", 8)]
 )
 def test_a_new_process_takes_the_place_of_a_killed_worker(tmp_path: Path, strategy: str, at: int) -> None:
-    done, left = train(tmp_path, strategy, at=at, where="step", waits=True)
+    done, left = train(tmp_path, strategy, at=at, where="step", waits="within")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "worker-1 is back" in done.stderr
     assert [one["first"] for one in left] == [True, False, True]
@@ -395,8 +397,17 @@ def test_a_new_process_takes_the_place_of_a_killed_worker(tmp_path: Path, strate
 
 
 @pytest.mark.limit_s(200)
+def test_a_new_process_that_comes_to_the_last_round_stays_out(tmp_path: Path) -> None:
+    done, left = train(tmp_path, "local-sgd", at=4, where="step", waits="at the end")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "worker-1 is back" in done.stderr
+    assert "its loop has ended without a step" not in done.stderr
+    assert all((one["used"], one["world"]) == ([2] * 107, 2) for one in left)
+
+
+@pytest.mark.limit_s(200)
 def test_a_newcomer_that_makes_other_steps_is_lost_alone(tmp_path: Path) -> None:
-    done, left = train(tmp_path, "allreduce", at=3, where="step", waits=True, differs=True)
+    done, left = train(tmp_path, "allreduce", at=3, where="step", waits="within", differs=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "it could not stay in step: ReplicasDifferError" in done.stderr
     assert "the others go on: register what changes its steps" in done.stderr

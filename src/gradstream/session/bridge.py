@@ -127,7 +127,9 @@ class LoopBridge:
         ended: whether the user's loop has ended well, or its phase.
         goes_on, is_slow: see `Loop`.
         visible: the parameters (E,) that the user sees; None before the first turn.
-        find_left, find_mark: return what `left` and `mark` are.
+        find_left: returns what `left` is.
+        find_mark: returns a number from 2 on that is equal on workers which have dealt the same minibatches.
+        is_at_edge: returns whether the round that is made now, if it begins a step, begins a minibatch too.
         falls_out: called when the loops are not in step.
         roster: which workers make which rounds.
         stays_out, contributed: see `Loop`.
@@ -152,7 +154,8 @@ class LoopBridge:
         self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None
-        self.find_mark: Callable[[], int] = lambda: 1
+        self.find_mark: Callable[[], int] = lambda: 2
+        self.is_at_edge: Callable[[], bool] = lambda: True
         self.falls_out: Callable[[], None] = lambda: None
         self.roster = roster or Roster(1)
         self.stays_out = False
@@ -289,11 +292,6 @@ class LoopBridge:
             return self._turn
 
     @property
-    def may_be_entered(self) -> bool:
-        """Whether a newcomer can begin with the round that is made now: it is the first one of a step of the loop."""
-        return not self.ended and self._has_submitted and not self._turn.silent and self._is_first
-
-    @property
     def left(self) -> Left | None:
         """See `Loop.left`."""
         return self.find_left()
@@ -303,7 +301,10 @@ class LoopBridge:
         """See `Loop.mark`. The user's thread waits."""
         if self.ended:
             return 0
-        return self.find_mark() if self._has_submitted else -1
+        if not self._has_submitted:
+            return -1 if self.counts.batches else 1
+        may_be_entered = not self._turn.silent and self._is_first and self.is_at_edge()
+        return self.find_mark() if may_be_entered else -self.find_mark()
 
     @property
     def _has_submitted(self) -> bool:

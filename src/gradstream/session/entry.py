@@ -41,6 +41,7 @@ class SessionEntry:
         bridge: the worker beside the loop; None before it joins.
         came: what `load` has read; None in a worker that was there when the run began.
         rounds: returns the numbers that workers compare in each round.
+        is_closing: the loop has ended; the round that is made now, if any, has what was left.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SessionEntry:
         self.bridge: LoopBridge | None = None
         self.came: Mapping[str, Any] | None = None
         self.rounds: Callable[[], Any] = lambda: None
+        self.is_closing = False
         self._takeover = takeover
         self._resume_point = resume_point
         self._registered = registered
@@ -74,10 +76,11 @@ class SessionEntry:
         return bool(bridge.counts.batches <= self.came["counts"][0])
 
     @property
-    def _has_minibatch(self) -> bool:
-        """Whether the round that is made now is the first one of a minibatch, where loaders deal these out."""
+    def is_at_edge(self) -> bool:
+        """See `LoopBridge`: a newcomer would repeat a minibatch in this round, and go on in the loop as the others."""
         number, deals = self._takeover.steps(), self._takeover.deals.values()
-        return not deals or (number is not None and any(one.has_round(number - 1) for one in deals))
+        begins = not deals or (number is not None and any(one.has_round(number - 1) for one in deals))
+        return begins and not self.is_closing
 
     def saved(self) -> Arrays:
         """The state as arrays. Call it while the loop waits for the exchange of a round; {} before the first."""
@@ -88,7 +91,6 @@ class SessionEntry:
             "contributed": list(bridge.contributed.items()),
             "counts": bridge.counts.saved(local_rounds=not bridge.averages_gradients),
             "before": [bridge.before[0], 0, bridge.before[2]],
-            "may_enter": not self._takeover.in_rounds or (bridge.may_be_entered and self._has_minibatch),
             "skips": self._places.skips,
             "knows_all": self._knows_all()
             and all(deals.is_finite for deals in self._takeover.deals.values()),
@@ -115,7 +117,7 @@ class SessionEntry:
                 "that are done: if session.skip(): continue"
             )
         if in_rounds:  # else it counts its own steps
-            bridge.stays_out, bridge.contributed = not came["may_enter"], Counter(dict(came["contributed"]))
+            bridge.contributed = Counter(dict(came["contributed"]))
             bridge.counts.load(*came["counts"])
             bridge.before = tuple(came["before"])
         self._places.enter(came["place"])

@@ -166,7 +166,7 @@ class Takeover:
     def mark(self) -> int:
         """See `worker.loop.Loop.mark`."""
         places = [deals.mark for _, deals in sorted(self.deals.items())]
-        return 1 + crc32(repr(places).encode())
+        return 2 + crc32(repr(places).encode())
 
     @property
     def _loaders(self) -> dict[int, Deals]:

@@ -65,15 +65,12 @@ class Roster:
 
     @property
     def lost(self) -> set[int]:
-        """The ranks of workers that were lost, also where another process has come in their place.
-
-        Not a newcomer that comes twice: it has let a round pass in which its loop could not begin.
-        """
+        """The ranks of workers that were lost, also where another process has come in their place."""
         return {
             rank
             for before, after in pairwise(self.changes)
             for rank in before.ranks
-            if rank not in after.ranks or rank in set(after.entered) - set(before.entered)
+            if rank not in after.ranks or rank in after.entered
         }
 
     @property

@@ -853,7 +853,7 @@ class WorkerSession(Session):
         """Ends the session after the script has ended. Does not read the script's parameters."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._entry.is_closing = True
         self._remove_hook()
         if self._entry.is_behind:
             error = ConfigError(
@@ -943,6 +943,7 @@ class WorkerSession(Session):
         if isinstance(self._strategy, GroupStrategy):
             bridge.find_left = self._left
             bridge.find_mark, bridge.falls_out = lambda: self._takeover.mark, self._takeover.fall_out
+            bridge.is_at_edge = lambda: self._entry.is_at_edge
         self._early_barrier.over()
         return bridge
 

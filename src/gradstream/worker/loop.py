@@ -115,21 +115,18 @@ class Loop(Protocol):
         contributed: by rank of each worker, its samples in rounds that were steps of the loop.
         goes_on: the loop has made the steps of the phase before, so it has its state.
         is_slow: in a phase that measures the links, whether a sum takes so long that a few steps are enough.
+        stays_out: this newcomer does not begin with the present round: see `EntersLaterError`.
     """
 
     averages_gradients: bool
     contributed: Counter[int]
     goes_on: bool
     is_slow: bool
+    stays_out: bool
 
     @property
     def ended(self) -> bool:
         """Whether the user's loop has ended, or its phase. A last minibatch without samples was then no step of it."""
-        ...
-
-    @property
-    def stays_out(self) -> bool:
-        """Whether this newcomer does not begin with the present round: see `EntersLaterError`."""
         ...
 
     @property
@@ -179,7 +176,8 @@ class Loop(Protocol):
     def mark(self) -> int:
         """A number that is the same on all workers whose loops have dealt the same minibatches.
 
-        0 if the loop has ended; -1 if it has not submitted the round that is made now.
+        Its sign tells whether a newcomer can begin with the round that is made now: below 0 it cannot. 0 if the loop
+        has ended; 1 before its first round, and -1 if it has not submitted the round that is made now.
         """
         ...
 
@@ -189,7 +187,7 @@ class Loop(Protocol):
         """Hears, before round `number`, which workers take part from it on. The loop waits meanwhile.
 
         Args:
-            ranks: their ranks.
+            ranks: their ranks; without those of newcomers that stay out.
             number: number of the round, from 0; in a resumed run from where it was resumed.
             entered: ranks of those that have come since the last call, to a run that had begun.
             in_step: the marks of the loops are equal.

@@ -207,6 +207,7 @@ class GroupExchange(Exchange):
             context.late and context.config.loop is not None
         )  # without the state of the others' loops
         self._newcomers: set[int] = set()  # ranks of workers that have come since the loop heard of members
+        self._staying_out: set[int] = set()  # and that cannot begin with the present round
         self._in_step = True  # the loops have dealt the same minibatches
 
     async def begin(self) -> None:
@@ -276,9 +277,8 @@ class GroupExchange(Exchange):
             try:
                 if (loop := self._context.config.loop) is not None:
                     number = self.replica.step - self._context.config.first_step
-                    loop.members(
-                        self.replica.setup.ranks, number, sorted(self._newcomers), in_step=self._in_step
-                    )
+                    ranks = [rank for rank in self.replica.setup.ranks if rank not in self._staying_out]
+                    loop.members(ranks, number, sorted(self._newcomers), in_step=self._in_step)
                     self._newcomers.clear()
                 if self._look is not None:
                     await self._look.take(self.replica)
@@ -342,10 +342,13 @@ class GroupExchange(Exchange):
         versions = [round(version) for version, *_ in told]
         newest, rank = max(versions), setup.group.rank
         new = [late == NEW for _, late, *_ in told]
-        marks = {one for version, _, *rest in told for one in rest if version == newest and one > 0}
-        self._in_step &= len(marks) < 2
-        self._newcomers.update(one for one, is_new in zip(setup.ranks, new, strict=True) if is_new)
-        root = self._root(versions, new, [rest[0] if rest else 1 for _, _, *rest in told])
+        marks = [rest[0] if rest else 1 for _, _, *rest in told]
+        dealt = {abs(mark) for one, mark in zip(versions, marks, strict=True) if one == newest} - {0, 1}
+        self._in_step &= len(dealt) < 2
+        root = self._root(versions, new, marks)
+        came = {one for one, is_new in zip(setup.ranks, new, strict=True) if is_new}
+        self._staying_out = came if marks[root] <= 0 else set()
+        self._newcomers |= came - self._staying_out
         if newest < 0 and any(late for _, late, *_ in told):
             return _nothing  # the run had parameters: nobody begins it again
         if newest < 0:  # no worker with the initial parameters is left
@@ -387,7 +390,7 @@ class GroupExchange(Exchange):
         """
         newest = max(versions)
         there = [rank for rank, version in enumerate(versions) if version == newest and not new[rank]]
-        going = sorted((rank for rank in there if marks[rank]), key=lambda rank: (marks[rank] < 0, rank))
+        going = sorted((rank for rank in there if marks[rank]), key=lambda rank: (abs(marks[rank]) == 1, rank))
         if self._is_new and newest >= 0 and not there:
             raise self._nobody_has_them()
         if self._is_new and newest >= 0 and not going:
@@ -402,7 +405,7 @@ class GroupExchange(Exchange):
         self._had = ()
         if self._is_new and (loop := self._context.config.loop) is not None:
             self.replica.skip_missed()
-            self._is_new = loop.stays_out
+            loop.stays_out = self._is_new = self._context.config.rank in self._staying_out
             if not self._is_new:
                 runtime = self._context.runtime
                 begins = runtime.spawn(self._begin_in_time(), name=f"{runtime.node}-begins")
