@@ -306,7 +306,8 @@ for epoch in range(EPOCHS):
         while waits == "within" and is_first and made == at + 2 and not os.path.exists(again):
             time.sleep(0.05)
         time.sleep(0.2 if waits == "within" else 0)
-while waits == "at the end" and session.rank == 0 and '"epoch":3' not in open(f"{here}/run/events.jsonl").read():
+events = f"{here}/run/events.jsonl"
+while waits == "at the end" and session.rank == 0 and open(events).read().count('"event":"joined"') < 4:
     time.sleep(0.05)  # worker-2 closes its session; the newcomer comes to this round
 session.close()
 used = [0] * N
