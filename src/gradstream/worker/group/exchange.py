@@ -390,7 +390,9 @@ class GroupExchange(Exchange):
         """
         newest = max(versions)
         there = [rank for rank, version in enumerate(versions) if version == newest and not new[rank]]
-        going = sorted((rank for rank in there if marks[rank]), key=lambda rank: (abs(marks[rank]) == 1, rank))
+        going = sorted(
+            (rank for rank in there if marks[rank]), key=lambda rank: (abs(marks[rank]) == 1, rank)
+        )
         if self._is_new and newest >= 0 and not there:
             raise self._nobody_has_them()
         if self._is_new and newest >= 0 and not going:
