@@ -239,7 +239,9 @@ def test_a_machine_takes_the_place_of_one_that_was_lost_while_others_train() -> 
     assert state.is_there("worker-2") and not state.is_there("worker-1")
     assert state.enrol(ask("d")) == replace(b, machine="d")
     assert state.seat_of("worker-1") == replace(b, machine="d")
-    assert isinstance(state.enrol(ask("b")), v1.Refuse)
+    refused = state.enrol(ask("b"))
+    assert isinstance(refused, v1.Refuse)
+    assert refused.message.endswith(f". Nor can a further one come: {REPLACED.stays}")
 
 
 def test_training_begins_with_the_machines_that_are_here_and_the_others_may_come() -> None:

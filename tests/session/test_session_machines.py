@@ -195,6 +195,42 @@ def test_a_loop_on_two_machines_ends_as_on_one(machines: Machines, alone: Path, 
 
 
 @pytest.mark.limit_s(300)
+def test_a_machine_whose_only_worker_is_lost_says_so_by_its_status(
+    machines: Machines, tmp_path: Path
+) -> None:
+    script = """
+import time
+import torch
+import gradstream
+
+session = gradstream.join("allreduce")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = session.shard(torch.utils.data.DataLoader(torch.randn(4000, 4), batch_size=4))
+model, optimizer = session.wrap(model, optimizer)
+for x in loader:
+    if session.is_main and session.step >= 10:
+        time.sleep(0.02)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    if not session.is_main:
+        model.weight.data.add_(1e-3)
+session.close()
+"""
+    a, b = machines[0], machines[1]
+    arguments = ("gradstream", "train", "own.py", "--listen", a.address, "--wait", "1", "--run-dir", "run")
+    launcher = Program(a, tmp_path / "a", *arguments, script=script)
+    words = shlex.split(launcher.line(r"(gradstream join .*)")[1])
+    joined = Program(b, tmp_path / "b", *words, "--name", "b", script=script)
+    status, said = joined.end()
+    assert status == 1, said + launcher.end()[1]
+    assert "the run went on without this machine: worker-1 has ended: ReplicasDifferError" in said
+    status, said = launcher.end()
+    assert status == 0, said
+
+
+@pytest.mark.limit_s(300)
 def test_a_loop_on_two_machines_is_stopped_and_goes_on(
     machines: Machines, alone: Path, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         steps = "steps, all workers together"
     if s["trains_locally"] and s["way"] in ("group", "pairs"):
         steps = "rounds, all workers together"
+    untold = ", without those of which lost workers told nothing" if s["workers_lost"] else ""
     rows = [
         ("model", _of(s["num_parameters"] or None, "{:,} parameters")),
         (
@@ -139,7 +140,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("links", _of(s.get("links"), "{}")),
         ("chunks", _of((s["servers"] and s.get("chunk_elems")) or None, "of {:,} elements")),
         ("optimizer", _of(s["optimizer"], "{}")),
-        ("samples", f"{s['samples']:,} in {s['steps']:,} {steps}"),
+        ("samples", f"{s['samples']:,} in {s['steps']:,} {steps}{untold}"),
         ("ended by", _of(s.get("reason"), "{}")),
         ("in the model", _of(s["samples_accounted"], "{:,} samples")),
         ("dropped", _of(s.get("samples_dropped") or None, f"{{:,}} samples, {_why_dropped(s)}")),

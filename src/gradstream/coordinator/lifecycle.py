@@ -44,7 +44,7 @@ class LossTolerance:
             "replicated" on another shard; where it is "applied", the run ends.
         skips_lost: rounds go on without a lost worker, whose part of them is skipped: see `stand_ins`.
         regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
-        grows: more workers may come than there were at the beginning.
+        stays: why no more workers may come than there were at the beginning, and what to do; "" if they may.
     """
 
     survives_worker_loss: bool
@@ -56,7 +56,7 @@ class LossTolerance:
     stands_in: bool = False
     skips_lost: bool = False
     regroups: bool = False
-    grows: bool = False
+    stays: str = "its workers are those of the beginning"
     keeps_shards: str = ""
     acknowledge: Literal["applied", "logged", "replicated"] = "applied"
 
@@ -64,6 +64,11 @@ class LossTolerance:
     def replaces(self) -> bool:
         """Whether a new process can take the place of a lost worker."""
         return not self.obstacle
+
+    @property
+    def grows(self) -> bool:
+        """Whether more workers may come than there were at the beginning."""
+        return not self.stays
 
     @property
     def regroups_after_loss(self) -> bool:

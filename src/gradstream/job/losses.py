@@ -18,6 +18,7 @@ import sys
 
 from gradstream.coordinator.lifecycle import LossTolerance
 from gradstream.job.plan import RunPlan
+from gradstream.job.registry import name_of
 from gradstream.strategies.base import GroupStrategy, PeerStrategy
 from gradstream.traits import obstacle
 
@@ -57,9 +58,25 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.acknowledge,
         regroups=grouped,
-        grows=(loops_go_on or (plan.open_ended and (pairs or not rounds)))
-        and not (why_not or plan.whole),  # the next plan of the run begins with the number of the job
+        stays=why_not or _why_stays(plan, loops_go_on or (plan.open_ended and (pairs or not rounds))),
     )
+
+
+def _why_stays(plan: RunPlan, has_work: bool) -> str:
+    """Why no more workers may come than the run had at its beginning; "" if they may.
+
+    Args:
+        plan: plan of the run.
+        has_work: the coordinator, or the loops, can give minibatches to more of them.
+    """
+    if not plan.open_ended:
+        return (
+            "a job keeps the workers with which it began. gradstream resume takes another number; a loop of your own "
+            "takes more while it runs"
+        )
+    if plan.whole:
+        return "its next phase begins with the number of workers that the job names. Leave the phases out"
+    return "" if has_work else f"{name_of(plan.strategy)!r} needs the workers of its beginning in each round"
 
 
 def losses_of_all(plan: RunPlan) -> LossTolerance:

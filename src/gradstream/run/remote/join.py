@@ -24,6 +24,7 @@ from gradstream.errors import (
     RESUMABLE,
     ConfigError,
     DeadlineError,
+    GradstreamError,
     JoinRefusedError,
     PeerLostError,
     RefusedError,
@@ -92,7 +93,7 @@ class Joining:
 
 
 def join(joining: Joining, on_note: OnNote) -> int:
-    """Takes part in a run to its end, and returns the exit status of its launcher.
+    """Takes part in a run to its end, and returns the exit status of its launcher; 1 if no worker of it was left here.
 
     Args:
         joining: how to join.
@@ -178,6 +179,7 @@ class _Machine:
         self._over: v1.Over | None = None
         self._leaving = False
         self._errors: dict[str, dict[str, Any]] = {}
+        self._failed: dict[str, str] = {}  # how a node of this machine has failed, until it starts again
 
     async def run(self, again: bool) -> int:
         """Joins, waits for the order to start, starts nodes and follows them.
@@ -219,6 +221,11 @@ class _Machine:
         final = run_dir / FINAL_MODEL
         if final.is_file():  # the launcher's own workers were lost
             self._note(f"the final parameters are in {final}")
+        failed = {who: how for who, how in self._failed.items() if who not in cluster.running}
+        workers = [name for name in names if not name.startswith("shard")]
+        if self._over.status == 0 and workers and failed.keys() >= set(workers):
+            self._note(f"the run went on without this machine: {'; '.join(failed.values())}")
+            return GradstreamError.exit_status
         return self._over.status
 
     def _start(self, cluster: LocalCluster, run_dir: Path, nodes: Iterable[v1.Certified], go: v1.Go) -> None:
@@ -228,6 +235,7 @@ class _Machine:
             arguments = ["--spec", str(run_dir / "nodes.json"), "--name", node.name, *clock]
             arguments += ["--coordinator", self._entrance.coordinator(go), *self._entrance.network(node)]
             is_loop = is_script(self._job) and node.name.startswith("worker")
+            self._failed.pop(node.name, None)
             cluster.start(node.name, arguments, main=SCRIPT if is_loop else NODE)
 
     def _make_run_dir(self, machine: str, again: bool) -> Path:
@@ -311,7 +319,10 @@ class _Machine:
             report = v1.Report(error="PeerLostError", message=message, who=who, status=status)
         else:
             report = v1.Report(who=who, status=status)
-        self._note(f"{who} has ended" + (f": {report.error}: {report.message}" if report.error else ""))
+        how = f"{who} has ended" + (f": {report.error}: {report.message}" if report.error else "")
+        if report.error:
+            self._failed[who] = how
+        self._note(how)
         await self._entrance.report(report)
 
 

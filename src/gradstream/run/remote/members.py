@@ -147,6 +147,8 @@ class MachineMembers:
             why = ". If one of these was lost, try again when the launcher has said that it has left"
             if self._gone and self._losses.obstacle:
                 why = f". A machine that has left cannot be replaced: {self._losses.obstacle}"
+            elif not self._losses.grows:
+                why += f". Nor can a further one come: {self._losses.stays}"
             message = f"no machine can join now: the launcher is {self.state}{why if self.begun else ''}"
             return v1.Refuse(code=v1.NOT_MEMBER, message=message)
         self._machines = max(self._machines, free[0] + 1)
