@@ -123,7 +123,7 @@ def test_a_worker_without_samples_decides_as_the_others_do(monkeypatch: pytest.M
         session.wrap(model, optimizer)
         for number in range(12):
             optimizer.zero_grad()
-            session._samples.note(0 if session.rank and number in (3, 4) else 4)  # type: ignore[attr-defined]
+            session._progress.samples.note(0 if session.rank and number in (3, 4) else 4)  # type: ignore[attr-defined]
             loss: Any = model(torch.ones(4, 4)).sum()
             loss.backward()
             optimizer.step()

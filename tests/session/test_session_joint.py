@@ -350,12 +350,12 @@ def test_a_repeat_that_is_accumulated_adds_nothing(last: bool) -> None:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         _, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        session._samples.note(4)  # type: ignore[attr-defined]
+        session._progress.samples.note(4)  # type: ignore[attr-defined]
         backward(model(torch.ones(4, 1)).mean())
         optimizer.zero_grad()
         passes = [(4 * (session.rank == 0), 1.0 + 99 * session.rank), (4, 2.0)]
         for samples, inputs in reversed(passes) if last else passes:
-            session._samples.note(samples)  # type: ignore[attr-defined]
+            session._progress.samples.note(samples)  # type: ignore[attr-defined]
             with nullcontext() if (inputs == 2) != last else session.no_sync():
                 backward(model(torch.full((4, 1), inputs)).mean())
         optimizer.step()
@@ -393,7 +393,7 @@ def test_what_only_a_worker_without_samples_went_through_counts_nothing() -> Non
             if number != 2:  # there the gradients of the minibatch before are kept
                 optimizer.zero_grad()
             if session.world_size > 1:
-                session._samples.note(4 - 4 * session.rank)  # type: ignore[attr-defined]
+                session._progress.samples.note(4 - 4 * session.rank)  # type: ignore[attr-defined]
             backward(model(torch.ones(4, 4).double(), branch=session.rank == 1 or number == 1).sum())
             optimizer.step()
         session.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradstream.session.gradients import GradientReducer
-from gradstream.session.worker_session import WorkerSession
+from gradstream.session.progress import LoopProgress
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))
@@ -99,9 +99,9 @@ def test_the_mean_of_clipped_gradients_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_workers_that_count_alike_whatever_their_samples_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = WorkerSession._taken_samples
+    honest = LoopProgress.take
     assert not fault_of()
-    monkeypatch.setattr(WorkerSession, "_taken_samples", lambda self, *local: min(honest(self, *local), 1))
+    monkeypatch.setattr(LoopProgress, "take", lambda self, *local: min(honest(self, *local), 1))
     assert "not close" in fault_of()
 
 

@@ -217,7 +217,7 @@ def test_a_registered_loader_continues_by_itself() -> None:
     session.register(loader=(resumed := Loader()))
     assert (resumed.taken, session.skip()) == (5, False)
     with pytest.raises(gs.errors.ConfigError, match=r"session\.epochs\(n\)"):
-        session._uses()
+        session._progress.use()
 
 
 def test_the_epoch_of_a_dealt_loader_can_be_named() -> None:

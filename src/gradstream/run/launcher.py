@@ -249,14 +249,15 @@ class Launcher:
                 return
         self._ended.note(name, status, cause)
         training = "started" in self._events.last and not self._has_ended
+        fails = "failed" in self._events.last
         if training and self._ended.was_lost(name):
             self._comebacks.start_soon(name, time.monotonic())
-        elif (
-            training
+        elif (  # a process that the run had lost before, or that had not rejoined
+            (training or (self._has_finished and not fails))
             and self._ended.failed_with(ConfigError, UserCodeError) == name
             and name in self._events.gone
         ):
-            say(f"the run goes on without a process: {self._error_of(name)}")  # it had not rejoined
+            say(f"the run {'goes' if training else 'has gone'} on without a process: {self._error_of(name)}")
             self._ended.excuse(name)
 
     def _note_machine(self, name: str, error: dict[str, str]) -> None:

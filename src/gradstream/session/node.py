@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import ConfigError, Interrupted, PeerLostError, ReplicasDifferError, UserCodeError
-from gradstream.job.job import Job
+from gradstream.job.job import Job, strategy_of
 from gradstream.job.plan import RunPlan
 from gradstream.model.base import Reduction
 from gradstream.model.buffers import Buffers
@@ -31,6 +31,7 @@ from gradstream.session.entry import SessionEntry
 from gradstream.session.host import Host
 from gradstream.session.log import SessionLog
 from gradstream.session.registered import Registered
+from gradstream.strategies.base import Strategy
 from gradstream.worker.loop import Loop
 
 # ---- job ---------------------------------------------------------------------------------
@@ -107,6 +108,8 @@ class RunConnection:
         host: coordinator and servers, if this process runs them for all workers; waited for at the end.
 
     Attributes:
+        job: the job of the run.
+        strategy: that of the present plan, once the loop has joined the run.
         bridge: connects the loop to its worker node, which runs in another thread; None before `join`.
         aborted: whether another node has ended the run; it reports the reason.
     """
@@ -114,6 +117,8 @@ class RunConnection:
     def __init__(
         self, place: WorkerPlacement, log: SessionLog, registered: Registered, host: Host | None
     ) -> None:
+        self.job = place.job()
+        self.strategy: Strategy = strategy_of(self.job)
         self.bridge: LoopBridge | None = None
         self.aborted = False
         self._place = place
@@ -124,6 +129,11 @@ class RunConnection:
         self._entry: SessionEntry | None = None
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the run makes checkpoints, between two phases at least."""
+        return self.job.checkpoint_every is not None or bool(self.job.phases)
 
     def join(
         self,
@@ -216,6 +226,7 @@ class RunConnection:
 
     def _live(self, bind: Callable[[RunPlan], ParameterBinding], bridge: LoopBridge, rule: str) -> None:
         def bound(plan: RunPlan) -> ParameterBinding:
+            self.strategy = plan.strategy
             before, binding = self._binding, bind(plan)
             if before is not None and before is not binding:
                 before.release()
@@ -226,7 +237,7 @@ class RunConnection:
 
         try:
             parts: dict[str, Any] = {"data": OwnLoop(bridge, rule, bind=bound)}
-            job = dataclasses.replace(self._place.job(), **parts)
+            job = dataclasses.replace(self.job, **parts)
             asyncio.run(run_worker(job, self._place.arguments))
         except RunAbortedError as aborted:
             self.aborted = True
