@@ -25,6 +25,7 @@ from gradstream.collectives.schedule import DependencyPlan, Operation, PlanProgr
 from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
 from gradstream.memory import Vector
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity, PeerSocket
@@ -56,9 +57,12 @@ def together(
     hosts: Sequence[str] = (),
     silence_s: float = WAIT_S,
     prepare: Callable[[TcpEndpoint], None] = lambda own: None,
+    authority: CertificateAuthority | None = None,
 ) -> list[Any]:
     """The results of `work`, or its errors, at all ranks."""
-    names = [f"rank-{rank}" for rank in range(size)]
+    names = [f"worker-{rank}" if authority else f"rank-{rank}" for rank in range(size)]
+    if authority:
+        options = [{"security": authority.issue(name)} for name in names]
 
     async def live(rank: int, endpoints: Sequence[TcpEndpoint]) -> Any:
         own = endpoints[rank]
@@ -94,6 +98,11 @@ def has_data_sockets(group: Group) -> bool:
     return group._communicator.data_sockets is not None
 
 
+def plain(one: DataSocket | PeerSocket) -> socket.socket:
+    assert isinstance(one.socket, socket.socket)
+    return one.socket
+
+
 def vector_of(values: np.ndarray[Any, Any]) -> Vector:
     return Vector("v", torch.from_numpy(values.copy()))
 
@@ -101,8 +110,9 @@ def vector_of(values: np.ndarray[Any, Any]) -> Vector:
 # ---- results -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("authority", [None, CertificateAuthority()], ids=["plain text", "TLS"])
 @pytest.mark.parametrize("how", ALGORITHMS)
-def test_the_bits_are_those_of_streams(how: str) -> None:
+def test_the_bits_are_those_of_streams(how: str, authority: CertificateAuthority | None) -> None:
     """Numbers whose sum depends on the order; lengths around the number of ranks, and of several pieces."""
     for size in (1, 2, 3, 4, 5, 8):
         lengths = sorted({0, 1, size - 1, size + 1, 5000, 20011})
@@ -122,7 +132,7 @@ def test_the_bits_are_those_of_streams(how: str) -> None:
             return await work(group)
 
         expected = VirtualRanks(size).run(work, how=how, piece_bytes=1 << 12)
-        assert together(size, by_sockets, how=how) == expected
+        assert together(size, by_sockets, how=how, authority=authority) == expected
         assert len(set(map(tuple, expected))) == 1
 
 
@@ -224,16 +234,16 @@ def test_a_data_socket_that_nobody_takes_is_closed() -> None:
             first = await client.data_socket("server", "name", dial=True)
             second = await client.data_socket("server", "name", dial=True)
             assert first is not None and second is not None
-            assert await loop.sock_recv(first.socket, 1) == b""
+            assert await loop.sock_recv(plain(first), 1) == b""
             taken = await server.data_socket("client", "name", dial=False)
             assert taken is not None
-            await loop.sock_sendall(taken.socket, b"x")
-            assert await loop.sock_recv(second.socket, 1) == b"x"
+            await loop.sock_sendall(plain(taken), b"x")
+            assert await loop.sock_recv(plain(second), 1) == b"x"
             third = await client.data_socket("server", "other", dial=True)
             assert third is not None
         finally:
             await server.close()
-        assert await loop.sock_recv(third.socket, 1) == b""
+        assert await loop.sock_recv(plain(third), 1) == b""
         for one in (first, second, third, taken):
             one.socket.close()
         await closed_all(client, server)
@@ -394,7 +404,7 @@ def test_a_peer_that_reads_slowly_gets_everything_in_order() -> None:
     """The socket's buffer is full time and again, in the middle of headers and pieces."""
     left, right = pair()
     for end in (left, right):
-        end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        plain(end).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     steps, elems = 40, 40_000
     cuts = [elems * part // steps for part in range(steps + 1)]
     sends = [Send(0, start, stop) for start, stop in pairwise(cuts)]
@@ -497,7 +507,7 @@ def test_damage_ends_an_operation_and_no_rank_has_a_wrong_sum(how: str) -> None:
             assert sockets is not None
             for other in (1, 2):
                 one = sockets.to(other)[-1]
-                monkeypatch.setattr(one, "socket", Spoilt(one.socket, monkeypatch))
+                monkeypatch.setattr(one, "socket", Spoilt(plain(one), monkeypatch))
         vector.tensor.fill_(group.rank)
         await group.allreduce(vector.all)
         sums.append(bool((vector.tensor == total).all()))
@@ -552,7 +562,7 @@ def test_a_slow_socket_holds_back_only_its_own_pieces() -> None:
     """Its buffer is full after the first piece, and nobody empties it: the others carry the rest, to their places."""
     lefts, rights = pairs(3)
     elems = 16 * 2000  # pieces of 16 elements
-    lefts[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    plain(lefts[0]).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     sender, sent = driver([Send(0, 0, elems)], elems, *lefts)
     sent.copy_(torch.arange(elems))
     receiver, got = driver([Recv(0, 0, elems, add=True)], elems, *rights)
@@ -610,7 +620,7 @@ def test_an_operation_whose_pieces_are_missing_is_never_done() -> None:
     for number in (3, 4):
         driver([Send(0, 0, 32)], 32, *lefts, number=number)[0].run_blocking()
     header_and_piece = 24 + 16 * 4
-    assert len(rights[1].socket.recv(header_and_piece)) == header_and_piece  # of the first, which is lost
+    assert len(plain(rights[1]).recv(header_and_piece)) == header_and_piece  # of the first, which is lost
     receiver, _ = driver([Recv(0, 0, 32)], 32, *rights, number=3)
     with pytest.raises(PeerLostError, match="pieces are missing"):
         receiver.run_blocking()

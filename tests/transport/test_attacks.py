@@ -35,6 +35,7 @@ from gradstream.transport.limits import LIMITS, METHODS, role_of
 from gradstream.transport.offers import CarrierOffer
 from gradstream.transport.security import Tls
 from gradstream.transport.socket.framing import PREFIX
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.v1_pb2_grpc import PeerStub
 from kit import bare
@@ -472,8 +473,15 @@ def stolen(run: Run, **changed: Any) -> Tls:
     return Tls(**(pem | changed))
 
 
-async def ask(identity: Identity, security: Tls | None, node: str, address: str, method: str) -> str:
-    endpoint = GrpcEndpoint(identity, RealRuntime("attacker"), security=security)
+async def ask(
+    identity: Identity,
+    security: Tls | None,
+    node: str,
+    address: str,
+    method: str,
+    carrier: type[GrpcEndpoint | TcpEndpoint] = GrpcEndpoint,
+) -> str:
+    endpoint = carrier(identity, RealRuntime("attacker"), security=security)
     endpoint.know(node, address)
     try:
         stream = await endpoint.open(node, method, v1.Body())
@@ -495,7 +503,7 @@ def test_strangers_under_tls(tls: Run) -> None:
         insider = tls.leak.identity()
         unproved = tls.leak.identity(secret=OTHER_SECRET)
 
-        async def on(node: str, address: str) -> None:
+        async def on(carrier: type[GrpcEndpoint | TcpEndpoint], node: str, address: str) -> None:
             job = {"job": JOB} if node == "launcher" else {}
             kinds = {
                 "plain text": (tls.leak.identity(**job), None),
@@ -505,11 +513,15 @@ def test_strangers_under_tls(tls: Run) -> None:
             }
             for kind, (identity, security) in kinds.items():
                 for method in ALL if kind == "no secret" else ("join", "push", "enrol"):
-                    said = await ask(identity, security, node, address, method)
+                    said = await ask(identity, security, node, address, method, carrier)
                     assert "accept" not in said, (node, kind, method, said)
                     assert not tls.leaks(said), (node, kind, method, said)
 
-        await asyncio.gather(*(on(*port) for port in tls.ports("grpc")))
+        assert tls.ports("tcp")
+        await asyncio.gather(
+            *(on(GrpcEndpoint, *port) for port in tls.ports("grpc")),
+            *(on(TcpEndpoint, *port) for port in tls.ports("tcp")),
+        )
         assert unproved.secret != insider.secret
 
     asyncio.run(main())
@@ -522,6 +534,13 @@ def test_a_member_stays_in_its_role(tls: Run) -> None:
     async def main() -> None:
         member = tls.leak.identity()
 
+        async def as_another(node: str, address: str) -> None:
+            """Over TCP; the roles are in `test_transport_security`, since so many refusals would shut worker-1 out."""
+            for name in ("worker-0", "shard-0", "coordinator"):
+                identity = tls.leak.identity(name=name)
+                said = await ask(identity, stolen(tls), node, address, "fetch", TcpEndpoint)
+                assert "BAD_CERTIFICATE" in said, (node, name, said)
+
         async def on(node: str, address: str) -> None:
             for name in ("worker-0", "shard-0", "coordinator"):
                 said = await ask(tls.leak.identity(name=name), stolen(tls), node, address, "fetch")
@@ -533,7 +552,10 @@ def test_a_member_stays_in_its_role(tls: Run) -> None:
                 said = await ask(member, stolen(tls), node, address, method)
                 assert re.search("FORBIDDEN|UNKNOWN_METHOD", said), (node, method, said)
 
-        await asyncio.gather(*(on(*port) for port in tls.ports("grpc") if port[0] != "launcher"))
+        await asyncio.gather(
+            *(on(*port) for port in tls.ports("grpc") if port[0] != "launcher"),
+            *(as_another(*port) for port in tls.ports("tcp")),
+        )
 
     asyncio.run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from gradstream.transport.endpoint import WINDOW
 from gradstream.transport.grpc.connection import GrpcConnection
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.limits import LIMITS
+from gradstream.transport.offers import Choice
 from gradstream.wire import v1
 
 NAMES = ("worker-0", "worker-1", "worker-2")
@@ -42,7 +44,8 @@ WALLED = "127.0.0.2"  # nobody listens here
 class Cluster:
     """A coordinator with a relay, and workers that believe in addresses of the test's choice."""
 
-    def __init__(self, *, tls: bool = True) -> None:
+    def __init__(self, *, tls: bool = True, carrier: Choice = "grpc") -> None:
+        self.carrier: Choice = carrier
         self.authority = CertificateAuthority() if tls else None
         self.events: list[RelayEvent] = []
         self.runtimes: dict[str, RealRuntime] = {}
@@ -52,7 +55,9 @@ class Cluster:
         runtime = self.runtimes[name] = RealRuntime(name)
         security = self.authority.issue(name) if self.authority else None
         identity = Identity("job", name, 1, secret=secret, members=NUMBERS, epoch=1)
-        self.endpoints[name] = made = make_endpoint(identity, runtime, "grpc", security=security)
+        self.endpoints[name] = made = make_endpoint(
+            identity, runtime, "grpc" if name == "coordinator" else self.carrier, security=security
+        )
         return made
 
     async def open(self, walled: tuple[str, ...]) -> None:
@@ -87,8 +92,8 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*walled: str, tls: bool = True) -> AsyncIterator[Cluster]:
-    made = Cluster(tls=tls)
+async def cluster(*walled: str, tls: bool = True, carrier: Choice = "grpc") -> AsyncIterator[Cluster]:
+    made = Cluster(tls=tls, carrier=carrier)
     try:
         await made.open(walled)
         yield made
@@ -141,6 +146,29 @@ def test_a_relayed_group_has_the_bits_of_a_direct_one(tls: bool) -> None:
         for one, other in zip(direct, relayed, strict=True):
             assert torch.equal(one, other)
             assert torch.equal(one, direct[0])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("tls", [True, False])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_firewall_that_leaves_the_port_of_grpc_alone(tls: bool, is_open: bool) -> None:
+    async def main() -> None:
+        async with cluster(tls=tls, carrier="tcp") as made:
+            for name in NAMES if not is_open else ():
+                one = made.endpoints[name]
+                one.address = one.address.replace("tcp=127.0.0.1", f"tcp={WALLED}")
+            for name, other in itertools.permutations(NAMES, 2):
+                made.endpoints[name].know(other, made.endpoints[other].address)
+            assert all(map(torch.is_tensor, await summed(made)))
+            routes = {
+                route
+                for name in NAMES
+                for peer, route in made.endpoints[name].routes.items()
+                if peer in NAMES
+            }
+            assert routes == {"tcp" if is_open else "grpc"}
+            assert not made.events  # nobody takes a detour
 
     asyncio.run(main())
 

@@ -12,6 +12,7 @@ import torch
 
 from gradstream.errors import DeadlineError, GradstreamError
 from gradstream.memory import Span
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.testing import pieces, refusal_checks, stream_checks
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
 from gradstream.testing.pieces import Check, ConformanceError, MakePair
@@ -24,6 +25,8 @@ from gradstream.transport.stream import Failure, StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
+AUTHORITY = CertificateAuthority()
+
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(
@@ -34,9 +37,20 @@ from gradstream.wire.frames import FrameError
         partial(grpc_pairs, connections=3),
         tcp_pairs,
         partial(tcp_pairs, 3),
+        partial(tcp_pairs, 1, AUTHORITY.issue),
+        partial(tcp_pairs, 3, AUTHORITY.issue),
         shm_pairs,
     ],
-    ids=["memory", "grpc", "grpc, 3 connections", "tcp", "tcp, 3 connections", "shm"],
+    ids=[
+        "memory",
+        "grpc",
+        "grpc, 3 connections",
+        "tcp",
+        "tcp, 3 connections",
+        "TLS",
+        "TLS, 3 connections",
+        "shm",
+    ],
 )
 def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> None:
     run, make_pair = carrier()

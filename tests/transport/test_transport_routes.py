@@ -11,6 +11,7 @@ import torch
 
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.memory import Vector
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.runtime import RealRuntime
 from gradstream.testing import pieces, refusal_checks, stream_checks
 from gradstream.testing.pairs import SECRET, real_pairs
@@ -20,7 +21,6 @@ from gradstream.transport.base import Identity
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.offers import CarrierOffer, choose
-from gradstream.transport.security import Tls
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 
@@ -70,7 +70,7 @@ def made(name: str, carrier: str = "auto", **options: object) -> RoutedEndpoint:
     return make_endpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), carrier, **options)  # type: ignore[arg-type]
 
 
-TLS = Tls(authority=b"", certificate=b"", key=b"")
+TLS = CertificateAuthority().issue("a")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ TLS = Tls(authority=b"", certificate=b"", key=b"")
         ({"carrier": "grpc"}, {"grpc"}),
         ({"carrier": "tcp"}, {"grpc", "tcp"}),
         ({"listen": "192.0.2.1:0", "insecure": True}, {"grpc", "tcp"}),
-        ({"listen": "192.0.2.1:7000", "insecure": True}, {"grpc"}),  # one port is open in the firewall
-        ({"listen": "192.0.2.1:7000", "insecure": True, "carrier": "tcp"}, {"grpc", "tcp"}),
-        ({"listen": "192.0.2.1:0", "security": TLS}, {"grpc"}),
+        ({"listen": "192.0.2.1:7000", "insecure": True}, {"grpc", "tcp"}),
+        ({"listen": "192.0.2.1:0", "security": TLS}, {"grpc", "tcp"}),
+        ({"listen": "192.0.2.1:7000", "security": TLS}, {"grpc", "tcp"}),
     ],
 )
 def test_what_is_offered(options: dict[str, object], offered: set[str]) -> None:
@@ -92,7 +92,7 @@ def test_what_is_offered(options: dict[str, object], offered: set[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"carrier": "tcp", "security": TLS, "listen": "192.0.2.1:0"}, "neither encrypted"),
+        ({"carrier": "tcp", "listen": "192.0.2.1:0"}, "neither encrypted"),
         ({"listen": "192.0.2.1:0"}, "neither encrypted"),
         ({"carrier": "pigeon"}, "expected one of auto, grpc, tcp, shm"),
         ({"listen": "here"}, "expected host:port"),

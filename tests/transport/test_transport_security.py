@@ -34,6 +34,7 @@ from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.limits import LIMITS, METHODS, ROLES, Method, role_of
 from gradstream.transport.security import Shown, Tls
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 
 SOURCE = Path(gradstream.__file__).parent
@@ -44,13 +45,23 @@ def authority() -> CertificateAuthority:
     return CertificateAuthority()
 
 
-def endpoint(name: str, tls: Tls | None) -> GrpcEndpoint:
-    return GrpcEndpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), security=tls)
+AnyEndpoint = GrpcEndpoint | TcpEndpoint
+carrier: type[AnyEndpoint] = GrpcEndpoint
+
+
+@pytest.fixture(params=[GrpcEndpoint, TcpEndpoint], ids=["grpc", "tcp"])
+def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endpoints of either carrier."""
+    monkeypatch.setitem(globals(), "carrier", request.param)
+
+
+def endpoint(name: str, tls: Tls | None) -> AnyEndpoint:
+    return carrier(Identity("job", name, 1, secret=SECRET), RealRuntime(name), security=tls)
 
 
 @asynccontextmanager
 async def two(
-    caller: GrpcEndpoint, server: GrpcEndpoint, methods: tuple[str, ...] = ("join",)
+    caller: AnyEndpoint, server: AnyEndpoint, methods: tuple[str, ...] = ("join",)
 ) -> AsyncIterator[None]:
     for method in methods:
         server.serve(method, reply_once, model=False)
@@ -63,7 +74,7 @@ async def two(
         await server.close()
 
 
-def call(caller: GrpcEndpoint, server: GrpcEndpoint, method: str = "join", peer: str = "") -> None:
+def call(caller: AnyEndpoint, server: AnyEndpoint, method: str = "join", peer: str = "") -> None:
     async def main() -> None:
         async with two(caller, server, (method,)):
             if peer:
@@ -73,6 +84,7 @@ def call(caller: GrpcEndpoint, server: GrpcEndpoint, method: str = "join", peer:
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("both")
 def test_nodes_of_one_authority_talk(authority: CertificateAuthority) -> None:
     call(
         endpoint("shard-0", authority.issue("shard-0")),
@@ -88,6 +100,7 @@ def test_a_carrier_with_tls_keeps_its_promises(check: Check, authority: Certific
     run(run_check(check, make_pair))
 
 
+@pytest.mark.usefixtures("both")
 def test_another_authority_is_not_believed_by_either_side(authority: CertificateAuthority) -> None:
     theirs = CertificateAuthority()
     with pytest.raises(PeerLostError, match=r"coordinator: .*not signed by this run's authority"):
@@ -102,19 +115,25 @@ def test_another_authority_is_not_believed_by_either_side(authority: Certificate
         call(endpoint("worker-0", mixed), endpoint("coordinator", authority.issue("coordinator")))
 
 
-def test_plain_text_and_no_certificate_get_nowhere(authority: CertificateAuthority) -> None:
+@pytest.mark.usefixtures("both")
+def test_plain_text_and_no_certificate_get_nowhere(
+    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradstream.transport.socket.endpoint.CONNECT_S", 1)
     for shown in (None, Tls(authority=authority.certificate)):
-        caller = GrpcEndpoint(Identity("job", "worker-0", 1, secret=SECRET), RealRuntime("worker-0"))
+        caller = endpoint("worker-0", None)
         caller._security = shown  # it only dials
         with pytest.raises(PeerLostError, match="coordinator: "):
             call(caller, endpoint("coordinator", authority.issue("coordinator")))
 
 
+@pytest.mark.usefixtures("both")
 def test_tls_against_plain_text_says_so(authority: CertificateAuthority) -> None:
     with pytest.raises(PeerLostError, match="plain text"):
         call(endpoint("worker-0", authority.issue("worker-0")), endpoint("coordinator", None))
 
 
+@pytest.mark.usefixtures("both")
 def test_a_certificate_is_one_nodes(authority: CertificateAuthority) -> None:
     thief = endpoint("worker-1", authority.issue("worker-0"))
     with pytest.raises(RefusedError, match="the certificate of worker-0 says that it is worker-1") as caught:
@@ -137,6 +156,7 @@ def test_a_certificate_makes_no_session_for_another_node(
                     RefusedError, match="the certificate of worker-0 says that it is worker-1"
                 ):
                     await ask(thief)
+            assert isinstance(shard, GrpcEndpoint)
             assert not shard._sessions._sessions and not shard._ends
             owner = endpoint("worker-1", authority.issue("worker-1"))
             owner.know("shard-0", shard.address)
@@ -146,12 +166,14 @@ def test_a_certificate_makes_no_session_for_another_node(
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("both")
 def test_who_is_dialled_must_be_who_answers(authority: CertificateAuthority) -> None:
     worker = endpoint("worker-0", authority.issue("worker-0"))
     with pytest.raises(PeerLostError, match=r"shard-0: .*another node's"):
         call(worker, endpoint("worker-1", authority.issue("worker-1")), peer="shard-0")
 
 
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize("is_protected", [True, False], ids=["TLS", "plain text"])
 @pytest.mark.parametrize("role", ROLES)
 def test_the_role_decides(
@@ -261,7 +283,7 @@ async def talk(stream: Stream) -> None:
 @asynccontextmanager
 async def connected(
     authority: CertificateAuthority,
-) -> AsyncIterator[tuple[GrpcEndpoint, GrpcEndpoint, Stream]]:
+) -> AsyncIterator[tuple[AnyEndpoint, AnyEndpoint, Stream]]:
     """A worker that has a stream to a shard already, over a connection that stays."""
     worker, shard = (endpoint(name, authority.issue(name)) for name in ("worker-0", "shard-0"))
     async with two(worker, shard):
@@ -277,7 +299,7 @@ async def connected(
         yield worker, shard, stream
 
 
-async def ask(worker: GrpcEndpoint) -> None:
+async def ask(worker: AnyEndpoint) -> None:
     await worker.call("shard-0", "join", v1.Body(), v1.Body, silence_s=20)
 
 
@@ -286,6 +308,7 @@ def digest(tls: Tls | None) -> bytes:
     return Shown.read(tls.certificate).digest
 
 
+@pytest.mark.usefixtures("both")
 def test_a_revoked_certificate_opens_no_stream_though_its_connection_lives(
     authority: CertificateAuthority,
 ) -> None:
@@ -309,6 +332,7 @@ def test_a_revoked_certificate_opens_no_stream_though_its_connection_lives(
             await again.close()
             # A new certificate of the same name is another one.
             newer = endpoint("worker-0", authority.issue("worker-0"))
+            newer.identity.incarnation = 3
             newer.know("shard-0", shard.address)
             await ask(newer)
             await newer.close()
@@ -316,6 +340,7 @@ def test_a_revoked_certificate_opens_no_stream_though_its_connection_lives(
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize("why", ["revoked", "expired", "another process's"])
 def test_by_no_method_does_a_member_that_is_out_get_in(
     why: str, authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch

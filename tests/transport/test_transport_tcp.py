@@ -576,6 +576,7 @@ def test_no_connection_on_loopback_has_bbr() -> None:
             client.know("server", server.address)
             line = await client.data_socket("server", "name", dial=True)
             assert line is not None
+            assert isinstance(line.socket, socket.socket)
             with line.socket:
                 found = congestion_control(line.socket)
             await client.close()

@@ -26,6 +26,7 @@ from typing_extensions import override
 from gradstream.collectives.communicator import DataSocket
 from gradstream.collectives.schedule import Operation, PlanProgress, Recv
 from gradstream.errors import ConfigError, InternalError, PeerLostError
+from gradstream.transport.socket.tls import has_more
 from gradstream.wire.frames import CHECKSUM, DamagedError, checksum, verify
 
 # ---- socket pieces -----------------------------------------------------------------------
@@ -224,10 +225,10 @@ class _Poller:
             if self._masks.get(fd) != mask:
                 self._poll.register(fd, mask)
         self._masks = masks
-        ready = self._poll.poll(patience_ms) if masks else []
-        receiving = [
-            readers[fd] for fd, event in ready if fd in readers and event & (select.POLLIN | _HUNG_UP)
-        ]
+        more = {fd for fd, reader in readers.items() if reader.has_more()}
+        ready = self._poll.poll(0 if more else patience_ms) if masks else []
+        more |= {fd for fd, event in ready if event & (select.POLLIN | _HUNG_UP)}
+        receiving = [reader for fd, reader in readers.items() if fd in more]
         sending = [
             writers[fd] for fd, event in ready if fd in writers and event & (select.POLLOUT | _HUNG_UP)
         ]
@@ -326,6 +327,10 @@ class SocketReader(_Direction):
         self._room = self._bytes = memoryview(b"")  # what is left of the place of a piece, and all of it
         self._is_over = False  # what comes belongs to a later operation, or nothing comes any more
         self._adds = False
+
+    def has_more(self) -> bool:
+        """Whether bytes may be here that the system no longer reports."""
+        return has_more(self._data_socket.socket)
 
     @property
     @override

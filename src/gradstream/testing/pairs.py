@@ -25,7 +25,10 @@ SECRET = b"the secret of a test's run"
 
 _METHODS = {
     name: Method(callers=frozenset({"near", "far"}), members=name == "tensor", chunks=True)
-    for name in ("echo", "held", "flood", "ping", "reply", "sink", "tensor")
+    for name in (
+        *("early", "echo", "failing", "flood", "held", "join", "late", "leave", "ping", "refusing", "reply"),
+        *("sink", "slow", "tensor"),
+    )
 }
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -97,9 +100,16 @@ def grpc_pairs(security: Callable[[str], Tls] | None = None, *, connections: int
     return real_pairs(make)
 
 
-def tcp_pairs(connections: int = 1) -> tuple[Run, MakePair]:
+def tcp_pairs(connections: int = 1, security: Callable[[str], Tls] | None = None) -> tuple[Run, MakePair]:
     """As `grpc_pairs`, over TCP; see `SocketEndpoint` for `connections`."""
-    return real_pairs(lambda identity, runtime: TcpEndpoint(identity, runtime, connections=connections))
+
+    def make(identity: Identity, runtime: RealRuntime) -> TcpEndpoint:
+        tls = security(identity.name) if security else None
+        endpoint = TcpEndpoint(identity, runtime, security=tls, connections=connections)
+        endpoint.methods = {**METHODS, **_METHODS}
+        return endpoint
+
+    return real_pairs(make)
 
 
 def shm_pairs() -> tuple[Run, MakePair]:

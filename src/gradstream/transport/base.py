@@ -21,7 +21,7 @@ import enum
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
 from google.protobuf.message import DecodeError, Message
@@ -29,6 +29,9 @@ from google.protobuf.message import DecodeError, Message
 from gradstream.errors import GradstreamError, RefusedError
 from gradstream.memory import Span
 from gradstream.wire import v1
+
+if TYPE_CHECKING:
+    from gradstream.transport.socket.tls import TlsSocket
 
 # ---- base --------------------------------------------------------------------------------
 
@@ -227,10 +230,11 @@ class PeerSocket(NamedTuple):
     """A connected, non-blocking socket to a peer.
 
     Args:
+        socket: a `TlsSocket` if the carrier encrypts; it can only be used without blocking.
         checked: whether its two users must add and verify checksums: nothing else guards the bytes.
     """
 
-    socket: socket.socket
+    socket: socket.socket | TlsSocket
     checked: bool
 
 
@@ -365,7 +369,7 @@ class Endpoint(Protocol):
                 uncopied.
 
         Returns:
-            None if the carrier to that peer has no such sockets (it encrypts, or is in memory), or if the two
+            None if the carrier to that peer has no such sockets (gRPC, or in memory), or if the two
             sides did not connect in time.
         """
         del peer, name, dial, copies

@@ -120,23 +120,18 @@ def make_endpoint(
             connection_s=connection_s,
         )
     }
-    host, port = host_and_port(listen)
+    host, _ = host_and_port(listen)
     host_name = ""
     if shares_memory(carrier):
         host_name = host_id()
         carriers["shm"] = ShmEndpoint(identity, runtime)
-    if carrier == "tcp" and security is not None:
-        raise ConfigError(
-            "carrier='tcp' is neither encrypted nor authenticated, and this run has certificates: use "
-            "carrier='auto', or start the run with --insecure on a network that you trust"
-        )
-    # A user who names a port has opened this port in a firewall, and only gRPC needs no other.
-    may = security is None and (is_loopback(host) or (insecure and not port))
-    if carrier == "tcp" or (carrier == "auto" and may):
+    # Where a firewall leaves one port, that of gRPC, peers find out: see `Detours.find`.
+    if carrier == "tcp" or (carrier == "auto" and (is_loopback(host) or security or insecure)):
         carriers["tcp"] = TcpEndpoint(
             identity,
             runtime,
             listen=f"{host}:0",
+            security=security,
             insecure=insecure,
             connections=connections,
             connection_s=connection_s,

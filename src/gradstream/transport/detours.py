@@ -162,18 +162,20 @@ class Detours:
             self._spawn(self._attend(), "post")
 
     def entry(self, peer: str) -> str | None:
-        """Address of the entry of the detour to a peer; None if there is no detour."""
+        """What `find` has returned for a peer; None before."""
         _, finding = self._searches.get(peer, ("", None))
         ended = finding is not None and finding.done() and not finding.cancelled()
         return finding.result() if finding is not None and ended and not finding.exception() else None
 
     async def find(self, peer: str, address: str, others: list[str]) -> str | None:
-        """Finds out how to reach a peer, once. Returns the address of the entry; None if the peer can be dialled.
+        """Finds out how to reach a peer, once. Returns the address for gRPC; None if any carrier reaches the peer.
+
+        That address is the entry of a detour, or, if a firewall leaves only the port of gRPC, the peer's own.
 
         Args:
             peer: name of the peer; `know` has named it.
             address: its address for gRPC.
-            others: its addresses that must be reachable, too.
+            others: its addresses for other carriers.
         """
         if peer == COORDINATOR:
             return None
@@ -194,8 +196,9 @@ class Detours:
     # ---- the caller ---------------------------------------------------------------------------
 
     async def _find(self, peer: str, address: str, others: list[str]) -> str | None:
-        if await self._is_dialled(peer, address, others):
-            return None
+        open_to_all = await self._are_dialled(others)
+        if await self._is_reached(peer, address, keep=not (others and open_to_all)):
+            return None if open_to_all else address
         try:
             connection = await self._call(peer)
         except (GradstreamError, OSError) as error:
@@ -212,13 +215,19 @@ class Detours:
         self._grpc.detoured.add(peer)
         return f"127.0.0.1:{_port_of(entry)}"
 
-    async def _is_dialled(self, peer: str, address: str, others: list[str]) -> bool:
+    async def _are_dialled(self, addresses: list[str]) -> bool:
         try:
-            for other in others:
-                line = await self._runtime.within(DIAL_S, dial(*host_and_port(other)))
+            for address in addresses:
+                line = await self._runtime.within(DIAL_S, dial(*host_and_port(address)))
                 line.writer.close()
-            return await self._runtime.within(DIAL_S, self._grpc.reaches(peer, address, keep=not others))
-        except (OSError, TimeoutError):
+        except OSError:
+            return False
+        return True
+
+    async def _is_reached(self, peer: str, address: str, *, keep: bool) -> bool:
+        try:
+            return await self._runtime.within(DIAL_S, self._grpc.reaches(peer, address, keep=keep))
+        except OSError:
             return False
 
     async def _call(self, peer: str) -> Line | Stream:

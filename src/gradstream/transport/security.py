@@ -14,7 +14,10 @@ was revoked, the stream is refused.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Container
+import os
+import ssl
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -66,20 +69,41 @@ class Tls:
         """Credentials with which gRPC connects to a peer."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
-    def objection(self, shown: Shown | None, opened: v1.Open, revoked: Container[bytes]) -> v1.Refuse | None:
-        """The refusal of a caller that may not open this stream; None if it may.
+    def context(self, *, calls: bool) -> ssl.SSLContext:
+        """The same settings for `ssl`, for one side of mutual TLS.
+
+        Args:
+            calls: whether this side calls; it then checks the name in the certificate of the called side.
+        """
+        assert self.mutual
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if calls else ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_ciphers("ECDHE+AESGCM")  # of TLS 1.2
+        context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
+        if not calls:
+            context.num_tickets = 0  # no session is resumed: each connection shows its certificates
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.authority.decode())
+        if self.certificate is not None and self.key is not None:
+            # `ssl` reads these from files alone; a pipe leaves nothing on a disk.
+            with _piped(self.certificate) as certificate, _piped(self.key) as key:
+                context.load_cert_chain(certificate, key)
+        return context
+
+    def objection(self, shown: Shown | None, sender: str, revoked: Container[bytes]) -> v1.Refuse | None:
+        """The refusal of a caller that may not open a stream; None if it may.
 
         Args:
             shown: certificate of the caller; None if it has shown none.
-            opened: the opening frame, with the name that the caller claims.
+            sender: name that the caller claims.
             revoked: SHA-256 digests of certificates that are no longer accepted.
         """
         if not self.mutual:
             return None
         name = "nobody" if shown is None else shown.name
         text = ""
-        if shown is None or name != opened.sender:
-            text = f"a node with the certificate of {name} says that it is {opened.sender}"
+        if shown is None or name != sender:
+            text = f"a node with the certificate of {name} says that it is {sender}"
         elif shown.digest in revoked:
             text = f"the certificate of {name} was revoked: it was lost before, and cannot come back with it"
         elif datetime.datetime.now(datetime.UTC) > shown.expires:
@@ -115,12 +139,26 @@ class Shown:
 
 _read: dict[bytes, Shown] = {}
 
+
+@contextmanager
+def _piped(pem: bytes) -> Iterator[str]:
+    """A path from which the text can be read once. It is short enough for the buffer of a pipe."""
+    reading, writing = os.pipe()
+    try:
+        with open(writing, "wb") as pipe:
+            pipe.write(pem)
+        yield f"/dev/fd/{reading}"
+    finally:
+        os.close(reading)
+
+
 _SIGNS = (
     (
         "certificate has expired",
         "its certificate has expired by the clock of this machine, which shows {now}",
     ),
     ("not yet valid", "its certificate is not valid yet by the clock of this machine, which shows {now}"),
+    ("Hostname mismatch", "its certificate is another node's"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate was not signed by this run's authority"),
     ("BAD_SIGNATURE", "its certificate was not signed by this run's authority"),
     ("UNKNOWN_CA", "it does not know the authority that has signed this node's certificate"),
@@ -131,7 +169,7 @@ _SIGNS = (
 
 
 def explain(details: str) -> str:
-    """The message of gRPC about a failed connection, with an explanation if certificates are the cause."""
+    """The message of gRPC or OpenSSL about a failed connection, with an explanation if certificates are the cause."""
     for sign, meaning in _SIGNS:
         if sign.lower() in details.lower():
             now = datetime.datetime.now(datetime.UTC)

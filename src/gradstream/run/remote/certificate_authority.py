@@ -109,6 +109,7 @@ def certificate_builder(
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True)
         .add_extension(usage, True)
         .add_extension(x509.ExtendedKeyUsage(purposes), False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), False)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), False)
     )
 
@@ -178,6 +179,9 @@ class CertificateAuthority:
             message = f"no certificate can be made of the signing request: {error}"
             raise RefusedError(LAUNCHER, "BAD_REQUEST", message) from None
         made = certificate_builder(common_name(name), self._name, public, [name], is_authority=False)
+        # Else OpenSSL takes a certificate for a node with the authority's name, the launcher, for a self-signed one.
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        made = made.add_extension(signer, False)
         return made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 

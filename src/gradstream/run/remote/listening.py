@@ -107,11 +107,6 @@ class Listening:
                 f"workers={job.workers}, but {self.machines} machines with {self.workers_per_machine} workers each "
                 f"have {total} workers; expected workers={total} (all machines together), or leave workers out"
             )
-        if job.carrier == "tcp" and not self.insecure:
-            raise ConfigError(
-                "carrier='tcp' is neither encrypted nor authenticated, so between machines it needs a "
-                "network that you trust, and --insecure; carrier='auto' takes gRPC with certificates there"
-            )
         shm = {"shm": "carrier='shm'"} if job.carrier == "shm" else {}
         for phase in phases if self.machines > 1 else ():
             of_strategy = traits_of_strategy(strategy_of(phase), phase.workers)

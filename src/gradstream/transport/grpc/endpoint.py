@@ -222,7 +222,7 @@ class GrpcEndpoint(EndpointCore):
         session, proven = answered
         try:
             caller = Caller(session.sender, session.incarnation)
-            refuse = self._objection(v1.Open(sender=session.sender), context) or self.access.block(caller)
+            refuse = self._objection(session.sender, context) or self.access.block(caller)
             if refuse is not None:
                 await self._delay_refusal()
                 await context.write(encode(v1.Frame(refuse=refuse), seed=0))
@@ -281,7 +281,7 @@ class GrpcEndpoint(EndpointCore):
             opened,
             carrier,
             caller=Caller(session.sender, session.incarnation),
-            objection=self._objection(opened, context),
+            objection=self._objection(opened.sender, context),
         )
         if self._security is not None and (shown := _certificate(context)) is not None:
             stream.certificate = shown.digest
@@ -300,11 +300,11 @@ class GrpcEndpoint(EndpointCore):
             reader.cancel()
             stream.broken("the connection was lost")
 
-    def _objection(self, opened: v1.Open, context: _Context) -> v1.Refuse | None:
+    def _objection(self, sender: str, context: _Context) -> v1.Refuse | None:
         """Why the certificate of the caller does not allow a stream; None if it does."""
         if self._security is None:
             return None
-        return self._security.objection(_certificate(context), opened, self.identity.revoked)
+        return self._security.objection(_certificate(context), sender, self.identity.revoked)
 
     async def _first(self, context: _Context, carrier: GrpcCarrier) -> v1.Open | None:
         call = asyncio.current_task()

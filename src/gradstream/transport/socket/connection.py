@@ -1,4 +1,4 @@
-"""A connection: frames over one stream socket, TCP or Unix, both ways.
+"""A connection: frames over one stream socket, TCP, TLS or Unix, both ways.
 
 A header and its payload leave in one system call without being joined, and a payload is received
 where the receiver wants it: neither side copies it. No system call moves more than `PIECE_BYTES`.
@@ -18,12 +18,16 @@ from gradstream.transport.base import Identity, refused_by
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.socket import framing
 from gradstream.transport.socket.framing import GREETING, PREFIX, FrameReader, OutgoingFrame, Receiver
+from gradstream.transport.socket.tls import TlsSocket, has_more
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, DamagedError, FrameError, decode, encode
 
 # ---- connection --------------------------------------------------------------------------
 
 _MAX_BUFFERS = 64  # of one system call
+
+
+ByteSocket = socket.socket | TlsSocket
 
 
 class Owner(Receiver, Protocol):
@@ -52,19 +56,20 @@ class Connection:
         self.backlog_bytes = 0  # of frames that the system has not taken over
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._socket: socket.socket | None = None
+        self.socket: ByteSocket | None = None
         self._closed = False
         self._outbox: deque[OutgoingFrame] = deque()
         self._flushing = False  # whether a flush is due, or waits for the socket
         self._waits_writable = False
+        self._reads_on = False  # whether `_read_on` is due
         self._emptied = Broadcast()
 
     @property
     def started(self) -> bool:
         """Whether it has, or had, a socket."""
-        return self._socket is not None or self._closed
+        return self.socket is not None or self._closed
 
-    def start(self, connected: socket.socket, *, checked: bool) -> None:
+    def start(self, connected: ByteSocket, *, checked: bool) -> None:
         """Begins to read and write.
 
         Args:
@@ -74,8 +79,9 @@ class Connection:
         if self._closed:
             connected.close()
             return
-        self._socket, self.reader.checked = connected, checked
+        self.socket, self.reader.checked = connected, checked
         self._loop.add_reader(connected, self._readable)
+        self._read_on_soon()
         self._flush_soon()
 
     # ---- writing ------------------------------------------------------------------------
@@ -92,7 +98,7 @@ class Connection:
     def drop(self, stream: int) -> None:
         """Empties queued chunks and bodies of a stream. The frames stay: no number may be missing."""
         for frame in self._outbox:
-            if frame.stream == stream and frame.droppable and not frame.sent_bytes:
+            if frame.stream == stream and frame.droppable:
                 self.backlog_bytes -= frame.left_bytes
                 frame.void()
                 self.backlog_bytes += frame.left_bytes
@@ -103,18 +109,18 @@ class Connection:
             await self._emptied.wait()
 
     def _flush_soon(self) -> None:
-        if not self._flushing and self._outbox and self._socket is not None:
+        if not self._flushing and self._outbox and self.socket is not None:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Makes one system call."""
-        if self._socket is None or not self._outbox:
+        if self.socket is None or not self._outbox:
             self._stop_flushing()
             return
         buffers, size_bytes = self._gather()
         try:
-            sent_bytes = self._socket.sendmsg(buffers)
+            sent_bytes = self.socket.sendmsg(buffers)
         except (BlockingIOError, InterruptedError):
             sent_bytes = 0
         except OSError:
@@ -132,6 +138,7 @@ class Connection:
         buffers: list[bytes | memoryview] = []
         size_bytes = 0
         for frame in self._outbox:
+            frame.droppable = False  # a socket with TLS must be given the same bytes again
             if self.reader.checked:
                 self.backlog_bytes += frame.seal()
             pieces = frame.pieces(framing.PIECE_BYTES - size_bytes)
@@ -153,12 +160,12 @@ class Connection:
                 frame.on_sent(frame)
 
     def _await_writable(self, wanted: bool) -> None:
-        if wanted != self._waits_writable and self._socket is not None:
+        if wanted != self._waits_writable and self.socket is not None:
             self._waits_writable = wanted
             if wanted:
-                self._loop.add_writer(self._socket, self._flush)
+                self._loop.add_writer(self.socket, self._flush)
             else:
-                self._loop.remove_writer(self._socket)
+                self._loop.remove_writer(self.socket)
 
     def _stop_writing(self) -> None:
         self.backlog_bytes = 0
@@ -174,16 +181,27 @@ class Connection:
 
     # ---- reading ------------------------------------------------------------------------
 
+    def _read_on_soon(self) -> None:
+        if not self._reads_on and self.socket is not None and has_more(self.socket):
+            self._reads_on = True
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._reads_on = False
+        if self.socket is not None:
+            self._readable()
+
     def _readable(self) -> None:
         """Makes one system call."""
-        assert self._socket is not None
+        assert self.socket is not None
         room = self.reader.room()
         try:
             num_bytes = (
-                self._socket.recv_into(room[0]) if len(room) == 1 else self._socket.recvmsg_into(room)[0]
+                self.socket.recv_into(room[0]) if len(room) == 1 else self.socket.recvmsg_into(room)[0]
             )
             if num_bytes:
                 self.reader.took(num_bytes)
+                self._read_on_soon()
             else:
                 self.fail("the connection was closed")
         except (BlockingIOError, InterruptedError):
@@ -207,14 +225,14 @@ class Connection:
         """Closes the socket at once, and releases the memory of payloads. Idempotent."""
         if self._closed:
             return
-        if self._socket is not None:
-            self._loop.remove_reader(self._socket)
+        if self.socket is not None:
+            self._loop.remove_reader(self.socket)
         self._stop_writing()
         self._closed = True
         self.reader.close()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
 
 
 # ---- greeting ----------------------------------------------------------------------------
@@ -223,7 +241,7 @@ class Connection:
 # `proof` describes their content. Both sides read exactly these frames and leave the next bytes in the socket.
 
 
-async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Identity, called: str) -> None:
+async def greet(connected: ByteSocket, greeting: v1.Greeting, identity: Identity, called: str) -> None:
     """Greets as the caller. Returns once each side has proved to the other that it knows the secret.
 
     Args:
@@ -252,7 +270,7 @@ Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
 
 
 async def answer(
-    connected: socket.socket, identity: Identity, objection: Objection, *, checked: bool = False
+    connected: ByteSocket, identity: Identity, objection: Objection, *, checked: bool = False
 ) -> v1.Greeting:
     """Answers as the called side. Returns the greeting of a caller that has proved knowledge of the secret.
 
@@ -281,13 +299,16 @@ async def answer(
     return greeting
 
 
-async def _write(connected: socket.socket, frame: v1.Frame) -> None:
+async def _write(connected: ByteSocket, frame: v1.Frame) -> None:
     header = encode(frame, seed=0)
     data = PREFIX.pack(GREETING, 0, len(header), 0) + header
-    await asyncio.get_running_loop().sock_sendall(connected, data)
+    if isinstance(connected, TlsSocket):
+        await connected.sendall(data)
+    else:
+        await asyncio.get_running_loop().sock_sendall(connected, data)
 
 
-async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
+async def _read(connected: ByteSocket, kind: str, *others: str) -> v1.Frame:
     """Reads the next frame. Raises FrameError if it is of none of these kinds."""
     stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
     if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
@@ -298,10 +319,14 @@ async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
     return frame
 
 
-async def _exactly(connected: socket.socket, num_bytes: int) -> bytes:
+async def _exactly(connected: ByteSocket, num_bytes: int) -> bytes:
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < num_bytes:
-        more = await loop.sock_recv(connected, num_bytes - len(got))
+        left_bytes = num_bytes - len(got)
+        if isinstance(connected, TlsSocket):
+            more = await connected.recv(left_bytes)
+        else:
+            more = await loop.sock_recv(connected, left_bytes)
         if not more:
             raise ConnectionResetError("the connection was closed")
         got += more

@@ -22,8 +22,10 @@ from gradstream.transport.base import Caller, Identity, PeerSocket, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.proof import check_secret
-from gradstream.transport.socket.connection import answer, greet
+from gradstream.transport.security import Tls, explain
+from gradstream.transport.socket.connection import ByteSocket, answer, greet
 from gradstream.transport.socket.multiplexer import MultiplexedCarrier, Multiplexer
+from gradstream.transport.socket.tls import TlsSocket
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
@@ -96,6 +98,10 @@ ACCEPT_AGAIN_S = 0.1  # after running out of descriptors
 MAX_CONNECTIONS = 16  # of one multiplexer
 
 
+class _NotBegunError(OSError):
+    """The other side of a connection has not begun as a node of this run would."""
+
+
 class SocketEndpoint(EndpointCore):
     """Base of endpoints over stream sockets. A subclass adds how to listen and how to connect.
 
@@ -103,6 +109,7 @@ class SocketEndpoint(EndpointCore):
         identity, runtime, window: see `EndpointCore`.
         connections: number of sockets for the bulk streams to one peer. More than one helps if a single
             connection cannot fill a long path of high bandwidth.
+        security: TLS, for listening and for dialling; None is plain text.
 
     Raises:
         ConfigError: `connections` is out of range, or the identity has no secret.
@@ -118,6 +125,7 @@ class SocketEndpoint(EndpointCore):
         *,
         connections: int = 1,
         window: int = WINDOW,
+        security: Tls | None = None,
     ) -> None:
         super().__init__(identity, runtime, window=window)
         if not 1 <= connections <= MAX_CONNECTIONS:
@@ -127,6 +135,8 @@ class SocketEndpoint(EndpointCore):
         check_secret(identity.secret, identity.name)
         self._strangers: dict[asyncio.Task[None], None] = {}
         self.connections = connections
+        self._security = security
+        self.protected = security is not None
         self._listener: socket.socket | None = None
         self._outgoing: dict[tuple[str, Priority], Multiplexer] = {}
         self._callers: dict[tuple[str, int, int], Multiplexer] = {}  # by name, incarnation, caller's number
@@ -191,9 +201,7 @@ class SocketEndpoint(EndpointCore):
 
     async def _receive_greeting(self, connected: socket.socket) -> None:
         try:
-            checked = self._leaves_machine(connected)
-            answered = answer(connected, self.identity, self._objection, checked=checked)
-            greeting = await self.runtime.within(LIMITS.handshake_s, answered)
+            secured, greeting = await self.runtime.within(LIMITS.handshake_s, self._answered(connected))
         except RefusedError as error:
             if error.code == "BAD_SECRET":
                 self.on_stranger(_address_of(connected))
@@ -203,18 +211,44 @@ class SocketEndpoint(EndpointCore):
             connected.close()
             raise
         else:
-            self._greeted(greeting, connected)
+            self._greeted(greeting, secured)
             return
         try:
             await self._delay_refusal()
         finally:
             connected.close()
 
-    def _objection(self, greeting: v1.Greeting) -> v1.Refuse | None:
+    async def _answered(self, connected: socket.socket) -> tuple[ByteSocket, v1.Greeting]:
+        secured = await self._secured(connected)
+        checked, objection = self._needs_checksums(secured), partial(self._objection, secured)
+        return secured, await answer(secured, self.identity, objection, checked=checked)
+
+    async def _secured(self, connected: socket.socket, peer: str | None = None) -> ByteSocket:
+        """Encrypts a connection, if this node has certificates.
+
+        Args:
+            peer: the called node; None if this is the called side.
+        """
+        if self._security is None:
+            return connected
+        secured = TlsSocket(connected, self._security, peer)
+        await secured.handshake()
+        return secured
+
+    def _disallows(self, connected: ByteSocket | None, sender: str) -> v1.Refuse | None:
+        """Why the certificate of a caller does not allow a stream; None if it does."""
+        if self._security is None:
+            return None
+        shown = connected.shown if isinstance(connected, TlsSocket) else None
+        return self._security.objection(shown, sender, self.identity.revoked)
+
+    def _objection(self, connected: ByteSocket, greeting: v1.Greeting) -> v1.Refuse | None:
         """Why this node refuses a connection of a caller that knows the secret; None if it accepts it."""
         sender, caller = greeting.sender, self._callers.get(_key_of(greeting))
         if not sender:
             return v1.Refuse(code=v1.BAD_REQUEST, message="a greeting of a node without a name")
+        if (refuse := self._disallows(connected, sender)) is not None:
+            return refuse
         if (refuse := self.access.block(Caller(sender, greeting.incarnation))) is not None:
             return refuse
         if greeting.line:
@@ -237,9 +271,11 @@ class SocketEndpoint(EndpointCore):
             return v1.Refuse(code=v1.BAD_REQUEST, message=text)
         return None
 
-    def _greeted(self, greeting: v1.Greeting, connected: socket.socket) -> None:
+    def _greeted(self, greeting: v1.Greeting, connected: ByteSocket) -> None:
         """Takes the connection of a caller that knows the secret and that this node accepts."""
-        if self._closed or self._objection(greeting) is not None:  # something changed since the answer
+        if (
+            self._closed or self._objection(connected, greeting) is not None
+        ):  # something changed since the answer
             connected.close()
             return
         if greeting.line:
@@ -262,7 +298,16 @@ class SocketEndpoint(EndpointCore):
         self._callers[key].connections[greeting.index].start(connected, checked=greeting.checked)
 
     def _answer(self, multiplexer: Multiplexer, carrier: MultiplexedCarrier, opened: v1.Open) -> StreamCore:
-        return self.incoming(opened, carrier, caller=Caller(multiplexer.peer, multiplexer.incarnation))
+        connected = multiplexer.connections[0].socket
+        stream = self.incoming(
+            opened,
+            carrier,
+            caller=Caller(multiplexer.peer, multiplexer.incarnation),
+            objection=self._disallows(connected, opened.sender),
+        )
+        if isinstance(connected, TlsSocket):
+            stream.certificate = connected.shown.digest
+        return stream
 
     def _disconnect_caller(self, caller: Caller) -> None:
         for (name, incarnation, _), multiplexer in list(self._callers.items()):
@@ -294,13 +339,14 @@ class SocketEndpoint(EndpointCore):
         try:
             for index, connection in enumerate(multiplexer.connections):
                 greeting = v1.Greeting(link=number, index=index, count=len(multiplexer.connections))
-                connecting = self._connect_and_greet(multiplexer.peer, address, greeting)
-                connected = await self.runtime.within(CONNECT_S, connecting)
+                connected = await self._connect_and_greet(multiplexer.peer, address, greeting)
                 connection.start(connected.socket, checked=connected.checked)
         except TimeoutError:
             multiplexer.fail(f"no connection to {address} within {CONNECT_S:g} s")
         except RefusedError as error:
             multiplexer.turned_away(error)
+        except _NotBegunError as error:
+            multiplexer.fail(str(error))
         except FrameError as error:
             multiplexer.fail(f"the program that answers at {address} is no node of gradstream: {error}")
         except OSError as error:
@@ -308,22 +354,43 @@ class SocketEndpoint(EndpointCore):
             multiplexer.fail(text, nobody_listens=isinstance(error, ConnectionRefusedError))
 
     async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> PeerSocket:
-        """Makes a connection on which each side has proved its identity to the other."""
+        """Makes a connection on which each side has proved its identity to the other.
+
+        Raises:
+            OSError: there is no connection, or (`_NotBegunError`) the other side has not begun as a node would.
+            RefusedError, FrameError: see `greet`.
+        """
         connected, target = self._target(address)
         try:
             connected.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connected, target)
+            connecting = asyncio.get_running_loop().sock_connect(connected, target)
+            await self.runtime.within(CONNECT_S, connecting)
             self._admit(connected)
-            greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
-            greeting.checked = self._leaves_machine(connected)
-            await greet(connected, greeting, self.identity, peer)
+            try:
+                return await self.runtime.within(CONNECT_S, self._begin(connected, peer, greeting))
+            except TimeoutError:
+                hint = "" if self.protected else ", or speaks TLS, and this node plain text"
+                text = f"it has accepted a connection at {address}, and then said nothing for {CONNECT_S:g} s"
+                raise _NotBegunError(f"{text}: it is stopped{hint}") from None
         except BaseException:
             connected.close()
             raise
-        return PeerSocket(connected, greeting.checked)
 
-    def _leaves_machine(self, connected: socket.socket) -> bool:
-        if connected.family == socket.AF_UNIX:
+    async def _begin(self, connected: socket.socket, peer: str, greeting: v1.Greeting) -> PeerSocket:
+        try:
+            secured = await self._secured(connected, peer)
+            greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
+            greeting.checked = self._needs_checksums(secured)
+            await greet(secured, greeting, self.identity, peer)
+        except OSError as error:
+            raise _NotBegunError(
+                f"it ended a connection before its greeting: {explain(str(error))}"
+            ) from error
+        return PeerSocket(secured, greeting.checked)
+
+    def _needs_checksums(self, connected: ByteSocket) -> bool:
+        """Whether a connection leaves this machine unencrypted."""
+        if isinstance(connected, TlsSocket) or connected.family == socket.AF_UNIX:
             return False
         own, peer = connected.getsockname()[0], connected.getpeername()[0]
         return self.leaves_machine(own, peer)
@@ -340,9 +407,9 @@ class SocketEndpoint(EndpointCore):
         if dial:
             connecting = self._connect_and_greet(peer, address, v1.Greeting(line=name))
         else:
-            connecting = self._data_sockets.taken(peer, name)
+            connecting = self.runtime.within(CONNECT_S, self._data_sockets.taken(peer, name))
         try:
-            return await self.runtime.within(CONNECT_S, connecting)
+            return await connecting
         except (TimeoutError, OSError, FrameError, RefusedError):
             return None
 

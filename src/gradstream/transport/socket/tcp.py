@@ -1,7 +1,7 @@
-"""The `tcp` carrier: frames over plain TCP, for bulk data on loopback and on trusted networks.
+"""The `tcp` carrier: frames over TCP, for bulk data; with TLS on a run with certificates.
 
-A connection is authenticated when it is made, but not encrypted. Off loopback the user must ask for it
-explicitly; if a run has certificates, `grpc` carries all data that leaves the host.
+Without certificates a connection is authenticated when it is made, but not encrypted, and off loopback the
+user must ask for it explicitly.
 
 The death of a process breaks its connections at once. The loss of a machine or a cable shows as silence to
 the streams that wait for it; the system ends a connection after `Deadlines.connection_s` of silence, and not
@@ -30,6 +30,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW
 from gradstream.transport.offers import host_and_port, is_loopback
+from gradstream.transport.security import Tls
 from gradstream.transport.socket.endpoint import SocketEndpoint
 
 BACKLOG = 512
@@ -45,12 +46,12 @@ class TcpEndpoint(SocketEndpoint):
     Args:
         runtime: a real runtime.
         listen: host:port; port 0 takes a free port, see `address` after `start`.
-        insecure: whether it may listen on other interfaces than loopback.
-        connections, window: see `SocketEndpoint`.
+        insecure: whether it may listen on other interfaces than loopback in plain text.
+        security, connections, window: see `SocketEndpoint`.
         connection_s: silence in seconds after which the system ends a connection.
 
     Raises:
-        ConfigError: `listen` is not host:port, or not loopback without `insecure`.
+        ConfigError: `listen` is not host:port, or not loopback without `security` or `insecure`.
     """
 
     has_data_sockets = True
@@ -61,19 +62,20 @@ class TcpEndpoint(SocketEndpoint):
         runtime: Runtime,
         *,
         listen: str = "127.0.0.1:0",
+        security: Tls | None = None,
         insecure: bool = False,
         connections: int = 1,
         window: int = WINDOW,
         connection_s: float = CONNECTION_S,
     ) -> None:
-        super().__init__(identity, runtime, connections=connections, window=window)
+        super().__init__(identity, runtime, connections=connections, window=window, security=security)
         self._connection_s = connection_s
         self._host, self._port = host_and_port(listen)
-        if not (insecure or is_loopback(self._host)):
+        if not (security or insecure or is_loopback(self._host)):
             raise ConfigError(
-                f"listen = {listen!r} can be reached from other machines, and TCP connections are neither "
-                "encrypted nor authenticated: listen on 127.0.0.1, use the carrier 'grpc' with certificates, "
-                "or say insecure=True on a network that you trust"
+                f"listen = {listen!r} can be reached from other machines, and without certificates connections "
+                "are neither encrypted nor authenticated: listen on 127.0.0.1, give it `security`, or say "
+                "insecure=True on a network that you trust"
             )
 
     def _listen(self) -> tuple[socket.socket, str]:

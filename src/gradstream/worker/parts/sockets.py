@@ -79,13 +79,20 @@ class PartSockets:
             others = [part for part in range(len(self._names)) if part != self._part]
             await agree(True)  # all are here: whoever does not answer a dial now has no socket
             found = await self._runtime.gather(*map(self._dial, others))
-            mine = not self._runtime.shares_thread and all(one and not one.checked for one in found)
+            # Off this machine a socket has checksums, or TLS.
+            near = [
+                one.socket
+                for one in found
+                if one and not one.checked and isinstance(one.socket, socket.socket)
+            ]
+            mine = not self._runtime.shares_thread and len(near) == len(others)
             self._connected = await agree(mine)
-            self._sockets = {part: one.socket for part, one in zip(others, found, strict=True) if one}
             if self._connected:
+                self._sockets = dict(zip(others, near, strict=True))
                 self._start()
             else:
-                self.close()
+                for one in filter(None, found):
+                    one.socket.close()
         return self._connected
 
     async def _dial(self, other: int) -> PeerSocket | None:
@@ -181,8 +188,6 @@ class PartSockets:
         for one in self._sockets.values():
             with suppress(OSError):  # the other end was faster
                 one.shutdown(socket.SHUT_RDWR)
-            if not self._connected:
-                one.close()
         for writer in self._writers.values():
             writer.close()
 
