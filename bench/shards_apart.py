@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind; the median counts")
     parser.add_argument("--strategy", choices=[*KINDS], action="append", help="both where left out")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--carrier", default="auto", help="auto, grpc, or tcp (which needs --insecure)")
+    parser.add_argument("--carrier", default="auto", help="auto, grpc, or tcp")
     parser.add_argument("--insecure", action="store_true", help="plain text, to see what TLS costs")
     given = parser.parse_args()
     if reason := unavailable():
