@@ -28,7 +28,6 @@ from gradstream.errors import ConfigError, ReplicasDifferError
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
-from gradstream.session.roster import Roster
 
 # ---- agreement ---------------------------------------------------------------------------
 
@@ -59,8 +58,6 @@ class ReplicaAgreement:
         wrapped: the parameters, and their optimizers.
         vector: the vector that a round carries.
         bridge: the worker beside the loop, which makes the exchange.
-        roster: the workers of each round.
-        rank: rank of this worker.
     """
 
     def __init__(
@@ -68,14 +65,10 @@ class ReplicaAgreement:
         wrapped: WrappedParameters,
         vector: GradientVector,
         bridge: LoopBridge,
-        roster: Roster,
-        rank: int,
     ) -> None:
         self._wrapped = wrapped
         self._vector = vector
         self._bridge = bridge
-        self._roster = roster
-        self._rank = rank
         self._suspect = ""  # names of the parameters whose checksums differed
         self._since = 0  # step of the last agreement
         self._made = 0  # number of agreements
@@ -83,7 +76,7 @@ class ReplicaAgreement:
     @property
     def newest(self) -> tuple[int, ...]:
         """See `Roster.newest`."""
-        return self._roster.newest
+        return self._bridge.roster.newest
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -136,7 +129,7 @@ class ReplicaAgreement:
         fixed = checksum(self._wrapped.parameters[len(parameters) :])
         last = self._mean([None] * len(parameters), step, len(vectors), far, (fixed >> 16, fixed))
         broken, newest = self._vector.broken(last), self.newest
-        if broken and newest and self._rank not in newest:
+        if broken and newest and self._bridge.rank not in newest:
             # Who came last leaves the run. If the others differ too, the next checksums tell.
             self._suspect = ""
             return
@@ -317,7 +310,6 @@ class GradientRounds:
         vector: the vector that a round carries.
         bridge: the worker beside the loop, which makes the exchange.
         loss: returns the loss of the backward that ends, or NaN.
-        roster, rank: see `ReplicaAgreement`.
 
     Attributes:
         steps: number of steps that this loop's wrapped optimizers have made; the caller counts them.
@@ -330,8 +322,6 @@ class GradientRounds:
         vector: GradientVector,
         bridge: LoopBridge,
         loss: Callable[[], float],
-        roster: Roster,
-        rank: int,
     ) -> None:
         self.steps = 0
         self._rounds = 0
@@ -340,7 +330,7 @@ class GradientRounds:
         self._vector = vector
         self._bridge = bridge
         self._loss = loss
-        self.agreement = ReplicaAgreement(wrapped, vector, bridge, roster, rank)
+        self.agreement = ReplicaAgreement(wrapped, vector, bridge)
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
         self._before = self._numbers()
 

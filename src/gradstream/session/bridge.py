@@ -115,15 +115,13 @@ class LoopBridge:
     Args:
         binding: the user's parameters; None before `bind`.
         log: the figures that the user's loop logs, or None.
-        averages_gradients: whether only gradients are exchanged. Then a turn is a backward, and the loop calls
-            `stepped` after each step.
-        counts_steps: the loop calls `stepped` for each step; otherwise each turn is a step. Implied by
-            `averages_gradients`.
-        on_step: called after each step of the loop.
+        counts_steps: the loop calls `stepped` for each step; otherwise each turn is a step.
+        rank: rank of this worker.
         roster: hears which workers make which rounds; None where the loop does not care.
         registered: what the loop has besides its model.
 
     Attributes:
+        averages_gradients: see `Loop`. A turn is then a backward.
         ended: whether the user's loop has ended well, or its phase.
         goes_on, is_slow: see `Loop`.
         visible: the parameters (E,) that the user sees; None before the first turn.
@@ -142,27 +140,26 @@ class LoopBridge:
         binding: ParameterBinding | None,
         log: SessionLog | None = None,
         *,
-        averages_gradients: bool = False,
         counts_steps: bool = False,
-        on_step: Callable[[], None] = lambda: None,
+        rank: int = 0,
         roster: Roster | None = None,
         registered: Registered | None = None,
     ) -> None:
-        self.averages_gradients = averages_gradients
-        self.ended = False
+        self.averages_gradients = self.ended = False
         self.goes_on = self.is_slow = False
         self.visible: torch.Tensor | None = None
-        self.counts = LoopCounts(counts_steps=averages_gradients or counts_steps)
+        self.counts = LoopCounts(counts_steps=counts_steps)
         self.find_left: Callable[[], Left | None] = lambda: None
         self.find_mark: Callable[[], int] = lambda: 2
         self.is_at_edge: Callable[[], bool] = lambda: True
         self.falls_out: Callable[[], None] = lambda: None
+        self.rank = rank
         self.roster = roster or Roster(1)
         self.stays_out = False
         self.contributed: Counter[int] = Counter()
         self._bound = binding
         self._log = log
-        self._on_step = on_step
+        self._on_step: Callable[[], None] = lambda: None
         self._registered = registered or Registered()
         self._condition = threading.Condition()
         self._whose: Literal["worker", "user"] = "worker"

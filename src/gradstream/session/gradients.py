@@ -33,7 +33,6 @@ from gradstream.session.gradient_states import (
     WrappedParameters,
 )
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
-from gradstream.session.roster import Roster
 from gradstream.session.samples import PassSamples, SampleCount, joined, whole
 
 
@@ -48,8 +47,6 @@ class GradientReducer:
         counted: the samples of passes. It is cleared at the end of a backward, so that forward passes repeated by
             activation checkpointing do not count for the next backward.
         loss: returns the loss of the backward that ends, or NaN.
-        roster: the workers of each round. One that is alone averages nothing, and refuses nothing for that.
-        rank: rank of this worker.
 
     Attributes:
         rounds: exchanges the vectors.
@@ -63,8 +60,6 @@ class GradientReducer:
         samples: Callable[[Sequence[PassSamples]], float],
         counted: SampleCount,
         loss: Callable[[], float],
-        roster: Roster,
-        rank: int,
     ) -> None:
         self._thread = threading.get_ident()
         self._wrapped = wrapped
@@ -72,11 +67,10 @@ class GradientReducer:
         self._bridge = bridge
         self._samples = samples
         self._counted = counted
-        self.rounds = GradientRounds(wrapped, vector, bridge, loss, roster, rank)
+        self.rounds = GradientRounds(wrapped, vector, bridge, loss)
         self._states = GradientStates(wrapped.parameters)
         self._local = LocalPasses(wrapped.parameters)
         self._computed = ComputedGradients()
-        self._roster = roster
         self._writer = GradientWriter(wrapped.names, vector.bounds, bridge.report)
         self._end_of_backward: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_local = False  # in no_sync
@@ -182,7 +176,7 @@ class GradientReducer:
         wrapped, states, step = self._wrapped, self._states, self.rounds.steps
         own = wrapped.indices_of(optimizer, step)
         rest = [index for index in own if not states.is_averaged(index)]
-        for index in () if len(self._roster.now) == 1 else rest:
+        for index in () if len(self._bridge.roster.now) == 1 else rest:
             gradient = wrapped.parameters[index].grad
             assert gradient is not None
             is_computed = self._computed.has(index, gradient)
@@ -344,7 +338,7 @@ class GradientReducer:
                 parameter.grad.fill_(torch.nan)
             else:
                 parameter.grad.copy_(mean.view(parameter.shape))
-        if parameter.grad.requires_grad and len(self._roster.now) > 1:
+        if parameter.grad.requires_grad and len(self._bridge.roster.now) > 1:
             hook = partial(self._differentiated, index)
             parameter.grad.register_hook(hook)  # type: ignore[no-untyped-call]
         self._states.set_averaged(index, again=again)

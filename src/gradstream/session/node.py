@@ -156,7 +156,12 @@ class RunConnection:
         """
         self._entry = entry
         bridge = self.bridge = entry.bridge = LoopBridge(
-            None, self._log, counts_steps=counts_steps, roster=entry.roster, registered=self._registered
+            None,
+            self._log,
+            counts_steps=counts_steps,
+            rank=self._place.rank,
+            roster=entry.roster,
+            registered=self._registered,
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = partial(self._live, bind, bridge, rule)

@@ -199,8 +199,6 @@ class OwnSteps:
             progress.take,
             progress.samples,
             self._log.step,
-            progress.takeover.roster,
-            progress.takeover.rank,
         )
         if entry.came is None:
             reducer.synchronize()
