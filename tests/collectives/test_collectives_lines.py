@@ -435,6 +435,7 @@ def received(data: bytes, schedule: Schedule, elems: int) -> torch.Tensor:
     """What a rank makes of these bytes. Raises what it raises."""
     near, far = pair(checked=True)
     receiver, tensor = driver(schedule, elems, near)
+    assert isinstance(far.socket, socket.socket)
     far.socket.sendall(data)
     try:
         if not receiver.run_blocking(0):

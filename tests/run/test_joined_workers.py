@@ -227,3 +227,25 @@ def test_a_machine_that_was_silent_takes_part_again_each_time(start: Start, tmp_
         joined.line("in as b, with worker-1")
         launcher.line("worker-1 is back")
         finished(tmp_path, joined, launcher, times=3)
+
+
+@pytest.mark.limit_s(240)
+def test_machines_join_a_job_beyond_its_number_and_leave_it(start: Start, tmp_path: Path) -> None:
+    launcher, words = launched(start, Here(), "127.0.0.1", "downpour", epochs=2)
+    second = start(Here(), "b", *words)
+    launcher.line(r"^step \d+")
+    third, fourth = (start(Here(), name, *words) for name in ("c", "d"))
+    for _ in range(2):
+        launcher.line(r"machine b-\d \(127.0.0.1\) has joined with worker-[23]")
+    launcher.line(r"^step .* 4/4 workers on 4 machines")
+    fourth.process.kill()
+    launcher.line(r"machine b-\d \(127.0.0.1\) has left")
+    for path in tmp_path.iterdir():
+        (path / "hurry").touch()
+    for command in (second, third, launcher):
+        status, said = command.end()
+        assert status == 0, said
+    run = gs.Run.load(tmp_path / "a" / "run")
+    assert TokenAudit.of(run, SAMPLES, 2).exact, TokenAudit.of(run, SAMPLES, 2)
+    made = {event["node"] for event in run.events if event["event"] == "step"}
+    assert made >= {"worker-0", "worker-1", "worker-2"}

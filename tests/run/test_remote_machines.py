@@ -85,7 +85,7 @@ def test_kill_9_of_a_joined_machine_with_a_shard_ends_the_run_and_names_it(
 ) -> None:
     a, b = machines[0], machines[1]
     arguments = ("train", "job.py", "--listen", a.address, "--wait", "2", "--run-dir", "run")
-    launcher = Command(a, tmp_path / "a", *arguments)
+    launcher = Command(a, tmp_path / "a", *arguments, "--acknowledge", "applied")
     words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
     joined = Command(b, tmp_path / "b", *words, "--name", "b")
     launcher.line(r"^step \d+/")

@@ -112,8 +112,12 @@ class BatchAssignment:
         self._held: tuple[object, tuple[Floats, Floats, Floats]] | None = None
 
     def joined(self, rank: int) -> None:
-        """Forgets the speed of a worker that a new process has replaced."""
+        """Forgets the speed of a worker that a new process has replaced; or takes in a further worker."""
         self._changes += 1
+        self._ledger.came(rank)
+        further = rank + 1 - len(self._speeds)
+        self._speeds += [WorkerSpeed() for _ in range(further)]
+        self._sizes = (*self._sizes, *[self._sizes[0]] * further)
         self._speeds[rank] = WorkerSpeed()
         self._only_first.discard(rank)
         self._denied.pop(rank, None)

@@ -45,6 +45,7 @@ class Ledger:
 
     Attributes:
         leases: the minibatches that workers have, and can get.
+        num_workers: number of workers, with those that have come on the way; ranks are below it.
         num_epochs: number of data epochs of the run; with a limit on steps the last ones may be incomplete.
         num_complete: number of data epochs, from the first one on, that have all their receipts.
         num_receipts: number of minibatches with a receipt.
@@ -52,6 +53,7 @@ class Ledger:
     """
 
     KEPT = (
+        "num_workers",
         "num_complete",
         "_sequences",
         "_counts",
@@ -79,6 +81,7 @@ class Ledger:
                 "got neither epochs nor steps, so the run would have no end: give epochs or steps"
             )
         self.plan = plan
+        self.num_workers = plan.num_workers
         self._sequences: list[AssignableBatches] = []
         for partition in range(plan.num_partitions):
             limits = [plan.batches_before(partition, epochs)] if epochs is not None else []
@@ -95,11 +98,6 @@ class Ledger:
         self._left_out: set[int] = set()  # skipped rounds
         self.num_receipts = 0
         self.num_samples: int | None = 0
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers; ranks are below it."""
-        return self.plan.num_workers
 
     @property
     def num_rounds(self) -> int:
@@ -215,6 +213,10 @@ class Ledger:
         """By data epoch, the number of samples that updates skipped, as far as it is known."""
         return {epoch: counts.dropped for epoch, counts in sorted(self._counts.items()) if counts.dropped}
 
+    def came(self, rank: int) -> None:
+        """Notes that a worker is there, perhaps one more than at the beginning."""
+        self.num_workers = max(self.num_workers, rank + 1)
+
     def lost(self, rank: int) -> int:
         """Takes back the minibatches of a lost worker, for others.
 
@@ -227,10 +229,9 @@ class Ledger:
         Raises:
             InternalError: no such rank.
         """
-        if not 0 <= rank < self.plan.num_workers:
+        if not 0 <= rank < self.num_workers:
             raise InternalError(
-                f"got the loss of worker {rank}; expected a rank that the ledger knows, 0 to "
-                f"{self.plan.num_workers - 1}"
+                f"got the loss of worker {rank}; expected a rank that the ledger knows, 0 to {self.num_workers - 1}"
             )
         return self.leases.lost(rank)
 

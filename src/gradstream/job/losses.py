@@ -58,7 +58,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.acknowledge,
         regroups=grouped,
-        stays=why_not or _why_stays(plan, loops_go_on or (plan.open_ended and (pairs or not rounds))),
+        stays=why_not or _why_stays(plan, loops_go_on or pairs or not rounds),
     )
 
 
@@ -69,14 +69,19 @@ def _why_stays(plan: RunPlan, has_work: bool) -> str:
         plan: plan of the run.
         has_work: the coordinator, or the loops, can give minibatches to more of them.
     """
-    if not plan.open_ended:
+    served, workers = plan.served, "workers of its beginning"
+    if not plan.open_ended and (served is None or served.in_passes or not plan.has_queue):
         return (
-            "a job keeps the workers with which it began. gradstream resume takes another number; a loop of your own "
-            "takes more while it runs"
+            f"under {name_of(plan.strategy)!r} the {workers} divide the data of a job, or read it ahead or as a "
+            "stream. gradstream resume takes another number; a loop of your own takes more while it runs"
         )
+    if not plan.open_ended and plan.workers == 1:
+        return "one worker goes through the data of a job by itself. Begin with two: --wait 2"
+    if not plan.open_ended and not isinstance(plan.job.batch_size, int):
+        return f"batch_size={plan.job.batch_size} has the minibatch of each worker. Give one number for all"
     if plan.whole:
         return "its next phase begins with the number of workers that the job names. Leave the phases out"
-    return "" if has_work else f"{name_of(plan.strategy)!r} needs the workers of its beginning in each round"
+    return "" if has_work else f"{name_of(plan.strategy)!r} needs the {workers} in each round"
 
 
 def losses_of_all(plan: RunPlan) -> LossTolerance:

@@ -20,6 +20,7 @@ from gradstream.coordinator.stopping import Until
 from gradstream.data.base import BatchPlan, DataProgress, Partitioning, PartitionSpec
 from gradstream.data.feed import QueuePlan, plan_of
 from gradstream.data.ledger import Ledger
+from gradstream.data.loader import LoaderDataset
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import JoinedPlan, RoundPlan
 from gradstream.data.shares import MEASURED
@@ -392,6 +393,15 @@ class RunPlan:
         if self.balanced:
             self._check_balanced(plan, joined)
         return joined
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether the workers of a job take their minibatches from one queue, however many they are."""
+        data = self.job.data
+        reads_ahead = (
+            data.loader.num_workers > 0 if isinstance(data, LoaderDataset) else hasattr(data, "plan")
+        )
+        return not self.open_ended and self._partitioning == "queue" and not reads_ahead
 
     @property
     def _joined(self) -> int:

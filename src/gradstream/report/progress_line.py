@@ -106,7 +106,7 @@ class _Members:
     def __str__(self) -> str:
         machines = len({machine for node, machine in self.machines.items() if node not in self.gone})
         on = f" on {machines + 1} machines" if machines else ""
-        return f"{len(self.workers)}/{self.expected} workers{on}"
+        return f"{len(self.workers)}/{max(self.expected, len(self.workers))} workers{on}"
 
 
 @dataclass(slots=True)

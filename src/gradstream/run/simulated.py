@@ -129,7 +129,7 @@ class SimulatedCluster:
         self._workers[name].drain()
 
     async def restart(self, name: str) -> None:
-        """Starts a node again, as a new process at this instant of virtual time."""
+        """Starts a node again, or a further worker, as a new process at this instant of virtual time."""
         self.virtual.replace(name)
         self._incarnations[name] += 1
         if name == COORDINATOR:

@@ -314,8 +314,8 @@ class VirtualCluster:
         return self._runtimes[node]
 
     def replace(self, node: str) -> VirtualRuntime:
-        """The runtime of a new process that replaces a killed node."""
-        del self._runtimes[node]
+        """The runtime of a new process, which may replace a killed node."""
+        self._runtimes.pop(node, None)
         return self.runtime(node)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

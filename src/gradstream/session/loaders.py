@@ -35,6 +35,7 @@ from gradstream.session.loaders_part import (
     CommonRandomState,
     LoaderPart,
     Takeover,
+    global_generators,
     is_divided,
     length_of,
     made_of,
@@ -230,7 +231,10 @@ class ShardedLoader(DataLoader[Any]):
         return self._counted(batches, sampler, sampler.latest)
 
     def _get_iterator(self) -> Any:  # where torch seeds the loader's processes, from `generator`
-        if not self.num_workers or not self._part.rank:
+        if not self.num_workers:
+            with global_generators:
+                return super()._get_iterator()
+        if not self._part.rank:
             return super()._get_iterator()
         own = self.generator
         drawn = int(

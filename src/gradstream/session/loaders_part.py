@@ -221,8 +221,8 @@ class StreamEnds:
 # Workers divide the minibatches without exchanging messages, so each must draw the same order, whatever its process
 # has drawn before.
 
-_swapping = threading.RLock()
-"""Several workers may be threads of a process, and share its generators."""
+global_generators = threading.RLock()
+"""Held by who draws from them: several workers may be threads of a process."""
 
 
 class CommonRandomState:
@@ -247,7 +247,7 @@ class CommonRandomState:
         states, source = _seeded((self._seed << 20) + self.epoch), None
         self.epoch += 1
         while True:
-            with _swapping:
+            with global_generators:
                 outside = _swap(states)
                 try:
                     source = begin() if source is None else source

@@ -50,7 +50,7 @@ def are_own(strategy: Strategy, workers: int) -> bool:
     return merges and not objection(strategy, workers)
 
 
-class OwnSteps:
+class LoopSteps:
     """The steps of a loop's models by its own optimizers.
 
     Args:

@@ -41,7 +41,7 @@ from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
-from gradstream.session.steps import OwnSteps, are_own
+from gradstream.session.steps import LoopSteps, are_own
 from gradstream.strategies.base import PeerStrategy, Strategy
 from gradstream.traits import refuse
 
@@ -174,7 +174,7 @@ class WorkerSession(Session):
         self.ahead = self._progress.ahead
         self._early_barrier = EarlyBarrier(place)
         self._optimizers: Sequence[TorchOptimizer] = ()
-        self._steps: OwnSteps | None = None  # of models whose steps the loop's optimizers make
+        self._steps: LoopSteps | None = None  # of models whose steps the loop's optimizers make
         self._arrays: ArrayGradients | ArrayParameters | LocalArrays | None = None
         self._round: LocalRound | None = None  # of arrays
         self._split: SplitModule | None = None
@@ -250,7 +250,7 @@ class WorkerSession(Session):
         progress = self._progress
         if are_own(self._strategy, self.world_size):
             self._optimizers = progress.places.optimizers = optimizers
-            steps = self._steps = OwnSteps(self._connection, progress, self._log, modules, optimizers)
+            steps = self._steps = LoopSteps(self._connection, progress, self._log, modules, optimizers)
             self._begin(steps.bind, steps.rule)
             for module in modules:
                 module.register_forward_pre_hook(

@@ -18,10 +18,9 @@ Every carrier keeps these promises, and `gradstream.testing.check_endpoint` test
 from __future__ import annotations
 
 import enum
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import NamedTuple, Protocol, Self, TypeVar, cast
 
 import torch
 from google.protobuf.message import DecodeError, Message
@@ -29,9 +28,6 @@ from google.protobuf.message import DecodeError, Message
 from gradstream.errors import GradstreamError, RefusedError
 from gradstream.memory import Span
 from gradstream.wire import v1
-
-if TYPE_CHECKING:
-    from gradstream.transport.socket.tls import TlsSocket
 
 # ---- base --------------------------------------------------------------------------------
 
@@ -226,15 +222,39 @@ Handler = Callable[[Stream], Awaitable[None]]
 endpoint refuses the caller with the error."""
 
 
+class ByteSocket(Protocol):
+    """A connected, non-blocking socket, or one that encrypts: see `socket.socket`."""
+
+    def sendmsg(self, buffers: Sequence[bytes | memoryview], /) -> int:
+        """Sends some of the bytes, and returns their number."""
+        ...
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Receives some bytes, and returns their number; 0 at the end."""
+        ...
+
+    def fileno(self) -> int:
+        """The file descriptor."""
+        ...
+
+    def shutdown(self, how: int, /) -> None:
+        """Ends one direction, or both."""
+        ...
+
+    def close(self) -> None:
+        """Closes the socket."""
+        ...
+
+
 class PeerSocket(NamedTuple):
     """A connected, non-blocking socket to a peer.
 
     Args:
-        socket: a `TlsSocket` if the carrier encrypts; it can only be used without blocking.
+        socket: it encrypts if the carrier does.
         checked: whether its two users must add and verify checksums: nothing else guards the bytes.
     """
 
-    socket: socket.socket | TlsSocket
+    socket: ByteSocket
     checked: bool
 
 

@@ -27,7 +27,7 @@ from gradstream.wire.frames import PROTOCOL, DamagedError, FrameError, decode, e
 _MAX_BUFFERS = 64  # of one system call
 
 
-ByteSocket = socket.socket | TlsSocket
+TcpSocket = socket.socket | TlsSocket
 
 
 class Owner(Receiver, Protocol):
@@ -56,7 +56,7 @@ class Connection:
         self.backlog_bytes = 0  # of frames that the system has not taken over
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self.socket: ByteSocket | None = None
+        self.socket: TcpSocket | None = None
         self._closed = False
         self._outbox: deque[OutgoingFrame] = deque()
         self._flushing = False  # whether a flush is due, or waits for the socket
@@ -69,7 +69,7 @@ class Connection:
         """Whether it has, or had, a socket."""
         return self.socket is not None or self._closed
 
-    def start(self, connected: ByteSocket, *, checked: bool) -> None:
+    def start(self, connected: TcpSocket, *, checked: bool) -> None:
         """Begins to read and write.
 
         Args:
@@ -241,7 +241,7 @@ class Connection:
 # `proof` describes their content. Both sides read exactly these frames and leave the next bytes in the socket.
 
 
-async def greet(connected: ByteSocket, greeting: v1.Greeting, identity: Identity, called: str) -> None:
+async def greet(connected: TcpSocket, greeting: v1.Greeting, identity: Identity, called: str) -> None:
     """Greets as the caller. Returns once each side has proved to the other that it knows the secret.
 
     Args:
@@ -270,7 +270,7 @@ Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
 
 
 async def answer(
-    connected: ByteSocket, identity: Identity, objection: Objection, *, checked: bool = False
+    connected: TcpSocket, identity: Identity, objection: Objection, *, checked: bool = False
 ) -> v1.Greeting:
     """Answers as the called side. Returns the greeting of a caller that has proved knowledge of the secret.
 
@@ -299,7 +299,7 @@ async def answer(
     return greeting
 
 
-async def _write(connected: ByteSocket, frame: v1.Frame) -> None:
+async def _write(connected: TcpSocket, frame: v1.Frame) -> None:
     header = encode(frame, seed=0)
     data = PREFIX.pack(GREETING, 0, len(header), 0) + header
     if isinstance(connected, TlsSocket):
@@ -308,7 +308,7 @@ async def _write(connected: ByteSocket, frame: v1.Frame) -> None:
         await asyncio.get_running_loop().sock_sendall(connected, data)
 
 
-async def _read(connected: ByteSocket, kind: str, *others: str) -> v1.Frame:
+async def _read(connected: TcpSocket, kind: str, *others: str) -> v1.Frame:
     """Reads the next frame. Raises FrameError if it is of none of these kinds."""
     stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
     if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
@@ -319,7 +319,7 @@ async def _read(connected: ByteSocket, kind: str, *others: str) -> v1.Frame:
     return frame
 
 
-async def _exactly(connected: ByteSocket, num_bytes: int) -> bytes:
+async def _exactly(connected: TcpSocket, num_bytes: int) -> bytes:
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < num_bytes:
         left_bytes = num_bytes - len(got)

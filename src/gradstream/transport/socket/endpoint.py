@@ -23,7 +23,7 @@ from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.proof import check_secret
 from gradstream.transport.security import Tls, explain
-from gradstream.transport.socket.connection import ByteSocket, answer, greet
+from gradstream.transport.socket.connection import TcpSocket, answer, greet
 from gradstream.transport.socket.multiplexer import MultiplexedCarrier, Multiplexer
 from gradstream.transport.socket.tls import TlsSocket
 from gradstream.transport.stream import StreamCore
@@ -218,12 +218,12 @@ class SocketEndpoint(EndpointCore):
         finally:
             connected.close()
 
-    async def _answered(self, connected: socket.socket) -> tuple[ByteSocket, v1.Greeting]:
+    async def _answered(self, connected: socket.socket) -> tuple[TcpSocket, v1.Greeting]:
         secured = await self._secured(connected)
         checked, objection = self._needs_checksums(secured), partial(self._objection, secured)
         return secured, await answer(secured, self.identity, objection, checked=checked)
 
-    async def _secured(self, connected: socket.socket, peer: str | None = None) -> ByteSocket:
+    async def _secured(self, connected: socket.socket, peer: str | None = None) -> TcpSocket:
         """Encrypts a connection, if this node has certificates.
 
         Args:
@@ -235,14 +235,14 @@ class SocketEndpoint(EndpointCore):
         await secured.handshake()
         return secured
 
-    def _disallows(self, connected: ByteSocket | None, sender: str) -> v1.Refuse | None:
+    def _disallows(self, connected: TcpSocket | None, sender: str) -> v1.Refuse | None:
         """Why the certificate of a caller does not allow a stream; None if it does."""
         if self._security is None:
             return None
         shown = connected.shown if isinstance(connected, TlsSocket) else None
         return self._security.objection(shown, sender, self.identity.revoked)
 
-    def _objection(self, connected: ByteSocket, greeting: v1.Greeting) -> v1.Refuse | None:
+    def _objection(self, connected: TcpSocket, greeting: v1.Greeting) -> v1.Refuse | None:
         """Why this node refuses a connection of a caller that knows the secret; None if it accepts it."""
         sender, caller = greeting.sender, self._callers.get(_key_of(greeting))
         if not sender:
@@ -271,7 +271,7 @@ class SocketEndpoint(EndpointCore):
             return v1.Refuse(code=v1.BAD_REQUEST, message=text)
         return None
 
-    def _greeted(self, greeting: v1.Greeting, connected: ByteSocket) -> None:
+    def _greeted(self, greeting: v1.Greeting, connected: TcpSocket) -> None:
         """Takes the connection of a caller that knows the secret and that this node accepts."""
         if (
             self._closed or self._objection(connected, greeting) is not None
@@ -339,8 +339,8 @@ class SocketEndpoint(EndpointCore):
         try:
             for index, connection in enumerate(multiplexer.connections):
                 greeting = v1.Greeting(link=number, index=index, count=len(multiplexer.connections))
-                connected = await self._connect_and_greet(multiplexer.peer, address, greeting)
-                connection.start(connected.socket, checked=connected.checked)
+                connected, checked = await self._connect_and_greet(multiplexer.peer, address, greeting)
+                connection.start(connected, checked=checked)
         except TimeoutError:
             multiplexer.fail(f"no connection to {address} within {CONNECT_S:g} s")
         except RefusedError as error:
@@ -353,8 +353,10 @@ class SocketEndpoint(EndpointCore):
             text = f"nobody listens at {address} ({error.strerror or error})"
             multiplexer.fail(text, nobody_listens=isinstance(error, ConnectionRefusedError))
 
-    async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> PeerSocket:
-        """Makes a connection on which each side has proved its identity to the other.
+    async def _connect_and_greet(
+        self, peer: str, address: str, greeting: v1.Greeting
+    ) -> tuple[TcpSocket, bool]:
+        """Makes a connection on which each side has proved its identity to the other; see `PeerSocket`.
 
         Raises:
             OSError: there is no connection, or (`_NotBegunError`) the other side has not begun as a node would.
@@ -376,7 +378,9 @@ class SocketEndpoint(EndpointCore):
             connected.close()
             raise
 
-    async def _begin(self, connected: socket.socket, peer: str, greeting: v1.Greeting) -> PeerSocket:
+    async def _begin(
+        self, connected: socket.socket, peer: str, greeting: v1.Greeting
+    ) -> tuple[TcpSocket, bool]:
         try:
             secured = await self._secured(connected, peer)
             greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
@@ -386,9 +390,9 @@ class SocketEndpoint(EndpointCore):
             raise _NotBegunError(
                 f"it ended a connection before its greeting: {explain(str(error))}"
             ) from error
-        return PeerSocket(secured, greeting.checked)
+        return secured, greeting.checked
 
-    def _needs_checksums(self, connected: ByteSocket) -> bool:
+    def _needs_checksums(self, connected: TcpSocket) -> bool:
         """Whether a connection leaves this machine unencrypted."""
         if isinstance(connected, TlsSocket) or connected.family == socket.AF_UNIX:
             return False
@@ -404,12 +408,10 @@ class SocketEndpoint(EndpointCore):
         address = self._addresses.get(peer)
         if not (self.has_data_sockets or copies) or address is None:
             return None
-        if dial:
-            connecting = self._connect_and_greet(peer, address, v1.Greeting(line=name))
-        else:
-            connecting = self.runtime.within(CONNECT_S, self._data_sockets.taken(peer, name))
         try:
-            return await connecting
+            if dial:
+                return PeerSocket(*await self._connect_and_greet(peer, address, v1.Greeting(line=name)))
+            return await self.runtime.within(CONNECT_S, self._data_sockets.taken(peer, name))
         except (TimeoutError, OSError, FrameError, RefusedError):
             return None
 

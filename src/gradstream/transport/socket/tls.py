@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Sequence
 from typing import cast
 
+from gradstream.transport.base import ByteSocket
 from gradstream.transport.security import Shown, Tls
 
 _READ_BYTES = 256 << 10  # of one system call
@@ -165,6 +166,6 @@ class TlsSocket:
         self._socket.close()
 
 
-def has_more(connected: socket.socket | TlsSocket) -> bool:
+def has_more(connected: ByteSocket) -> bool:
     """Whether to read on, though the system may not report the socket as readable."""
     return isinstance(connected, TlsSocket) and connected.more
