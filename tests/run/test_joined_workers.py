@@ -112,7 +112,7 @@ def come_back(address: Address, outcomes: Sequence[int | GradstreamError], notes
     """A machine that was cut off, and what its attempts to join again end with, one after the other."""
     left = iter(outcomes)
 
-    async def once(again: bool) -> int:
+    def once(again: bool) -> int:
         assert again
         outcome = next(left)
         if isinstance(outcome, GradstreamError):
@@ -227,6 +227,27 @@ def test_a_machine_that_was_silent_takes_part_again_each_time(start: Start, tmp_
         joined.line("in as b, with worker-1")
         launcher.line("worker-1 is back")
         finished(tmp_path, joined, launcher, times=3)
+
+
+@pytest.mark.limit_s(240)
+def test_another_machine_takes_the_place_of_one_that_vanished(start: Start, tmp_path: Path) -> None:
+    """Its cable is pulled: no connection breaks. When it is back, its place is taken, and it hears that."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Machines(3) as machines:
+        a, b, c = machines.machines
+        launcher, words = launched(start, a, a.address, "allreduce", lease_s=3.0)
+        vanished = start(b, "b", *words)
+        launcher.line(r"^step \d+")
+        with machines.cut(1, "to"), machines.cut(1, "from"):
+            launcher.line(r"machine b \(.*\) has left: .* silent for 6 s")
+            joined = start(c, "c", *words)
+            launcher.line(r"machine b \(.*\) has joined with worker-1")
+            launcher.line("worker-1 is back")
+            vanished.line("trying to come back")
+        vanished.line("the launcher has refused this machine: no machine can join now")
+        assert vanished.end()[0] == 4
+        finished(tmp_path, joined, launcher, times=1)
 
 
 @pytest.mark.limit_s(240)

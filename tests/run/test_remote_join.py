@@ -615,7 +615,7 @@ def test_who_has_lost_its_launcher_says_that_it_comes_back_only_where_it_tries(
         error.__context__ = ConnectionRefusedError() if refused else OSError()
         raise error
 
-    async def never(again: bool) -> int:
+    def never(again: bool) -> int:
         raise AssertionError("it was not reached")
 
     monkeypatch.setattr(joining_module, "reach", reach)

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,11 +115,15 @@ def join(joining: Joining, on_note: OnNote) -> int:
     name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
     certificate = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
     job = load_job(joining.job, argv=[joining.job, *joining.arguments])
-    once = partial(_run, joining, job, name, certificate, on_note)
-    try:
-        return asyncio.run(once(False))
-    except _CutOffError as error:
-        return _come_back(once, joining, error, 2 * job.deadlines.patience_s, on_note)
+    with asyncio.Runner() as runner:  # one event loop for all attempts: gRPC still calls an earlier one
+
+        def once(again: bool) -> int:
+            return runner.run(_run(joining, job, name, certificate, on_note, again))
+
+        try:
+            return once(False)
+        except _CutOffError as error:
+            return _come_back(once, joining, error, 2 * job.deadlines.patience_s, on_note)
 
 
 async def _run(
@@ -130,21 +134,21 @@ async def _run(
 
 
 def _come_back(
-    once: Callable[[bool], Coroutine[Any, Any, int]],
+    once: Callable[[bool], int],
     joining: Joining,
     cut_off: _CutOffError,
     wait_s: float,
     on_note: OnNote,
 ) -> int:
     """Rejoins once the launcher answers. After `wait_s`, re-raises the cause of `cut_off`."""
-    give_up_s, tells = None, False
+    give_up_s, tells, refused = None, False, ""
     while give_up_s is None or time.monotonic() < give_up_s:
         if give_up_s is None:
             on_note(f"{cut_off.__cause__}; the nodes here have ended")
             give_up_s, tells = time.monotonic() + wait_s, True
         try:
             reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
-            return asyncio.run(once(True))
+            return once(True)
         except _CutOffError as error:
             cut_off, give_up_s = error, None
             continue
@@ -159,10 +163,13 @@ def _come_back(
         except JoinRefusedError as error:
             if error.code != "NOT_MEMBER":  # the launcher may not have noticed yet that this machine was gone
                 raise
+            refused = error.reason
         if tells:
             on_note(f"trying to come back, for {wait_s:g} s at most")
             tells = False
         time.sleep(AGAIN_S)
+    if refused:
+        on_note(f"the launcher has refused this machine: {refused}")
     assert cut_off.__cause__ is not None
     raise cut_off.__cause__
 
@@ -281,9 +288,13 @@ class _Machine:
             cluster.signal(name, stop_signal())
 
     async def _follow(self, cluster: LocalCluster) -> None:
-        """Reports to the launcher how nodes ended."""
+        """Reports to the launcher how nodes ended, and, meanwhile, that this machine is there."""
+        runtime, beat_s, told_ns = self._entrance.runtime, self._job.deadlines.beat_s, 0
         while self._over is None:
             message = cluster.message(0)
+            if runtime.now() - told_ns > beat_s * 1e9:
+                told_ns = runtime.now()
+                await self._entrance.report(v1.Report())
             if message is None:
                 if self._leaving and not cluster.running:
                     self._over = v1.Over(

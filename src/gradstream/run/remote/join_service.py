@@ -19,7 +19,7 @@ from typing import Any
 
 from gradstream._version import __version__
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.errors import DeadlineError, GradstreamError, RefusedError, exit_code
+from gradstream.errors import DeadlineError, GradstreamError, PeerLostError, RefusedError, exit_code
 from gradstream.job.losses import losses_of_all
 from gradstream.job.plan import RunPlan
 from gradstream.run.followed_events import FollowedEvents
@@ -39,6 +39,9 @@ from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
 BEAT_S = 5.0
+SILENT_LEASES = 2
+"""A machine that is silent for so many times `lease_s` has left: by then all of its nodes count as lost."""
+
 START_S = 10.0
 LEAVE_S = 30.0
 LOUD_S = 60.0
@@ -243,12 +246,21 @@ class JoinService:
                 self._report(seat, "left", reason or "it closed the connection")
 
     async def _tell(self, stream: Stream, machine: _Machine) -> None:
-        """Sends orders as they come, and at least every BEAT_S a heartbeat with the state of the run."""
-        gone = False
+        """Sends orders as they come, and at least every BEAT_S a heartbeat with the state of the run.
+
+        Raises:
+            PeerLostError: nothing was heard of the machine for twice `lease_s`, after which its nodes are lost.
+        """
+        begun_ns: int | None = None
+        lease_s = self._invitation.deadlines.lease_s
         while True:
-            if self._go is not None and not gone:
-                gone = True
+            if self._go is not None and begun_ns is None:
+                begun_ns = self._runtime.now()
                 await self._send(stream, v1.Order(go=self._go))
+            if begun_ns is not None and self._over is None:
+                heard_ns = max(begun_ns, stream.heard_ns)
+                if self._runtime.left_s(heard_ns, SILENT_LEASES * lease_s) <= 0:
+                    raise PeerLostError(stream.peer, f"was silent for {SILENT_LEASES * lease_s:g} s")
             while machine.again and self._over is None:
                 assert self._go is not None
                 name = machine.again.pop(0)
@@ -268,6 +280,8 @@ class JoinService:
         """Passes on the machine's reports on its nodes, until it closes the stream."""
         while (received := await stream.recv()) is not None:
             report = v1.Report.FromString(received.frame.body.data)
+            if not report.who:
+                continue  # a heartbeat
             if report.who not in seat.nodes:
                 raise RefusedError(
                     LAUNCHER,
