@@ -331,7 +331,7 @@ class _Machine:
         else:
             report = v1.Report(who=who, status=status)
         how = f"{who} has ended" + (f": {report.error}: {report.message}" if report.error else "")
-        if report.error:
+        if said is not None:  # else it was killed
             self._failed[who] = how
         self._note(how)
         await self._entrance.report(report)
