@@ -180,6 +180,7 @@ class GroupReplica(Replica):
         """Skips rounds that continued without this worker: the parameters that it received contain them."""
         if missed := self._missed():
             self._handed_out(missed)()
+            self._context.schedule.passed(SampleBatch(missed[-1], self._ahead_samples))
             self.skip_missed()
             self.samples, self._ahead_samples = self.samples + self._ahead_samples, 0
             await self._context.on_boundary(self, missed)
