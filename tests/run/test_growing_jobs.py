@@ -71,13 +71,13 @@ def test_each_sample_is_in_the_model_once_an_epoch_whoever_comes_and_goes(strate
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"strategy": "synchronous"}, "divide the data"),
-        ({"strategy": "ssp"}, "divide the data"),
-        ({"strategy": "lbfgs"}, "divide the data"),
-        ({"strategy": "allreduce"}, "divide the data"),
+        ({"strategy": "synchronous"}, "data of a job is divided"),
+        ({"strategy": "ssp"}, "data of a job is divided"),
+        ({"strategy": "lbfgs"}, "data of a job is divided"),
+        ({"strategy": "allreduce"}, "data of a job is divided"),
         ({"workers": 1}, "--wait 2"),
         ({"batch_size": [2, 4]}, r"batch_size=\[2, 4\]"),
-        ({"assignment": "partitions"}, "divide the data"),
+        ({"assignment": "partitions"}, "data of a job is divided"),
         ({"phases": [gs.Phase(epochs=1), gs.Phase(epochs=1)], "epochs": None}, "Leave the phases out"),
     ],
 )

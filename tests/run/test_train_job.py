@@ -146,7 +146,7 @@ def test_a_module_and_a_function(write: Callable[..., str], monkeypatch: pytest.
         ("linear", "module:function"),
         ("linear.py:jib", "'jib' (did you mean 'job'?)"),
         ("linear.py:dictionary", "returned dict; expected a gradstream.Job"),
-        ("empty.py", "found neither"),
+        ("empty.py", "found none of them"),
     ],
 )
 def test_a_spec_that_names_no_job(write: Callable[..., str], spec: str, part: str) -> None:

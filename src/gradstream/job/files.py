@@ -157,7 +157,9 @@ def _from_file(path: Path, function: str, earlier: Sequence[Path] | None) -> Job
         return _call(module, function, f"{path}:{function}")
     if hasattr(module, "job"):
         return _call(module, "job", str(path))
-    return _from_guarded(path, earlier)
+    if "__main__" in path.read_text(encoding="utf-8", errors="replace"):
+        return _from_guarded(path, earlier)
+    raise _no_job(path)
 
 
 ALONE = {
@@ -221,7 +223,14 @@ def _from_guarded(path: Path, earlier: Sequence[Path] | None) -> Job:
     finally:
         if main is not None:
             sys.modules["__main__"] = main
-    raise ConfigError(f"{path}: expected a function job(), or a call of gradstream.train(...); found neither")
+    raise _no_job(path)
+
+
+def _no_job(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}: expected a function job(), a call of gradstream.train(...), or a training loop that calls "
+        "gradstream.join(); found none of them. The script has run to its end, on this machine alone"
+    )
 
 
 def _call(module: ModuleType, function: str, spec: str) -> Job:

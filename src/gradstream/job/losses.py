@@ -71,9 +71,16 @@ def _why_stays(plan: RunPlan, has_work: bool) -> str:
     """
     served, workers = plan.served, "workers of its beginning"
     if not plan.open_ended and (served is None or served.in_passes or not plan.has_queue):
+        queue = plan.strategy.partitioning == "queue" and plan.job.assignment != "partitions"
+        queued = queue and not (served is None or served.in_passes)
+        whose = (
+            f"{plan.job.data.name!r} is read ahead, or as a stream,"
+            if queued
+            else "the data of a job is divided"
+        )
         return (
-            f"under {name_of(plan.strategy)!r} the {workers} divide the data of a job, or read it ahead or as a "
-            "stream. gradstream resume takes another number; a loop of your own takes more while it runs"
+            f"under {name_of(plan.strategy)!r} {whose} by the {workers}. gradstream resume takes another number; a "
+            "loop of your own takes more while it runs"
         )
     if not plan.open_ended and plan.workers == 1:
         return "one worker goes through the data of a job by itself. Begin with two: --wait 2"

@@ -59,7 +59,7 @@ class MachineMembers:
             be rescued, since a shard on another machine has a copy.
     """
 
-    kind = "machines"
+    kinds = "machine", "machines"
 
     def __init__(
         self,
@@ -96,10 +96,12 @@ class MachineMembers:
         """The state of the run, in words."""
         here = ", ".join(seat.machine for seat in self._taken)
         if self.begun:
-            return f"training on {self._machines} {self.kind} (here: {here})"
+            return f"training on {self.here} {self.kinds[self.here != 1]} (here: {here})"
+        if self._machines == 1:
+            return f"waiting for no other machine (here: {here})"
         if not self.missing:
-            return f"all {self._machines} {self.kind} are here: {here}"
-        return f"waiting for {self.missing} of {self._machines} {self.kind} (here: {here})"
+            return f"all {self._machines} {self.kinds[1]} are here: {here}"
+        return f"waiting for {self.missing} of {self._machines} {self.kinds[1]} (here: {here})"
 
     @property
     def here(self) -> int:
@@ -144,13 +146,13 @@ class MachineMembers:
         asked, address = escaped(request.machine, NAME_BYTES), escaped(request.address, NAME_BYTES)
         free = self._may_take(request.machine, self._free(asked))
         if not free:
-            why = ". If one of these was lost, try again when the launcher has said that it has left"
-            if self._gone and self._losses.obstacle:
-                why = f". A machine that has left cannot be replaced: {self._losses.obstacle}"
-            elif not self._losses.grows:
-                why += f". Nor can a further one come: {self._losses.stays}"
-            message = f"no machine can join now: the launcher is {self.state}{why if self.begun else ''}"
-            return v1.Refuse(code=v1.NOT_MEMBER, message=message)
+            if not self.begun:
+                why = f"the launcher is {self.state}"
+            elif self._gone and self._losses.obstacle:
+                why = f"a machine that has left cannot be replaced: {self._losses.obstacle}"
+            else:  # the reason first: the launcher shows the beginning
+                why = f"{self._losses.stays}. If one of the {self.here} machines is lost, try again when it has left"
+            return v1.Refuse(code=v1.NOT_MEMBER, message=f"no machine can join now: {why}")
         self._machines = max(self._machines, free[0] + 1)
         seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
         self._seats[free[0]] = seat
@@ -223,7 +225,7 @@ class MachineMembers:
 class RankMembers(MachineMembers):
     """Members of a run whose processes already have ranks (torchrun started them): process r runs worker r."""
 
-    kind = "processes"
+    kinds = "process", "processes"
 
     def _may_take(self, machine: str, free: list[int]) -> list[int]:
         return [index for index in free if machine.startswith(name_of_rank(index, ""))]
