@@ -243,6 +243,7 @@ def test_a_run_says_nothing_of_its_machine_if_asked_not_to(write: Callable[..., 
     assert run.info.keys() == {"name", "id", "began_unix_s", "nodes", "carriers"}
 
 
+@pytest.mark.cold  # the folder in which gradstream was imported decides where runs are
 def test_a_script_that_trains_twice_with_a_strategy_of_its_own(write: Callable[..., str]) -> None:
     path = write("""
         import dataclasses

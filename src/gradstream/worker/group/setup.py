@@ -21,7 +21,6 @@ from gradstream.wire.chunks import member_name
 from gradstream.worker.assembly import Assembly
 from gradstream.worker.group.coded_sums import CodedSums, LowRankSums
 from gradstream.worker.group.joint_gradient import JointGradient
-from gradstream.worker.parts.joint_gradient import PartJointGradient
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.unsent_state import encoder_of
 from gradstream.worker.updater import Updater
@@ -233,6 +232,9 @@ class GroupAssembly:
         part = self._context.runtime.memory.allocate(model.layout.elems, model.layout.dtype, "part")
         sources = {rank: self._assembly.source_of(rank) for rank in (config.rank, *lost)}
         if self._assembly.place is not None:
+            # Not imported by a run without servers.
+            from gradstream.worker.parts.joint_gradient import PartJointGradient
+
             return PartJointGradient(
                 self._context.runtime, sources, self._assembly.source, model.reduction, part
             )
