@@ -196,8 +196,7 @@ def check_script(job: Job, given: Container[str] = ()) -> None:
         made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
         if name in given or plain(value) != plain(made):
             raise ConfigError(
-                f"{name}={value!r}{' (--lr)' if name == 'optimizer' else ''}: this script has a training loop of its "
-                "own; change it there"
+                f"{name}={value!r}: this script has a training loop of its own; change it there"
             )
 
 
