@@ -77,6 +77,7 @@ def job(strategy: gs.Strategy, steps: int) -> gs.Job:
         batch_size=BATCH,
         steps=steps,
         checkpoint_every=None,
+        acknowledge="applied",  # no backups: the bound is that of pushes and fetches
     )
 
 
