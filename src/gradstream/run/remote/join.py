@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -288,13 +289,9 @@ class _Machine:
             cluster.signal(name, stop_signal())
 
     async def _follow(self, cluster: LocalCluster) -> None:
-        """Reports to the launcher how nodes ended, and, meanwhile, that this machine is there."""
-        runtime, beat_s, told_ns = self._entrance.runtime, self._job.deadlines.beat_s, 0
+        """Reports to the launcher how nodes ended."""
         while self._over is None:
             message = cluster.message(0)
-            if runtime.now() - told_ns > beat_s * 1e9:
-                told_ns = runtime.now()
-                await self._entrance.report(v1.Report())
             if message is None:
                 if self._leaving and not cluster.running:
                     self._over = v1.Over(
@@ -411,12 +408,19 @@ class Entrance:
             raise JoinRefusedError(LAUNCHER, error.code, text) from None
 
     async def order(self) -> v1.Order:
-        """Waits for the launcher's next order. Raises PeerLostError if the launcher is gone."""
+        """Waits for the launcher's next order, and tells it meanwhile that this machine is there.
+
+        Raises:
+            PeerLostError: the launcher is gone.
+        """
         assert self._stream is not None
+        beats = self.runtime.spawn(self._beat(self._stream), name="heartbeats of this machine")
         try:
             received = await self._stream.recv(self._job.deadlines.patience_s)
         except PeerLostError as error:
             raise PeerLostError(LAUNCHER, f"is gone, or cannot be reached ({error}){_GO_ON}") from error
+        finally:
+            beats.cancel()
         if received is None:
             raise PeerLostError(LAUNCHER, f"closed the connection before the run was over{_GO_ON}")
         order = v1.Order.FromString(received.frame.body.data)
@@ -424,6 +428,12 @@ class Entrance:
             zero_ns = self.runtime.now() - order.age_ns
             self.zero_ns = zero_ns if self.zero_ns is None else min(self.zero_ns, zero_ns)
         return order
+
+    async def _beat(self, stream: Stream) -> None:
+        with suppress(GradstreamError):  # who waits for an order hears of it
+            while True:
+                await self.runtime.sleep(self._job.deadlines.beat_s)
+                await stream.send(v1.Frame(body=v1.Body(data=v1.Report().SerializeToString())))
 
     async def report(self, report: v1.Report) -> None:
         """Reports to the launcher how a node ended."""
