@@ -596,6 +596,32 @@ def test_a_lost_worker_is_started_again_under_a_new_certificate_and_in_the_time_
         asyncio.run(take_part(made.authority.certificate if made.authority else None))
 
 
+@pytest.mark.parametrize("says", [True, False])
+def test_who_waits_for_orders_is_heard_and_who_says_nothing_has_left(
+    says: bool, linear: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `gradstream join` does, and each process of torchrun."""
+    made, deadlines = Launcher(linear), gs.Deadlines(lease_s=0.4)
+    service = made.join_service
+    service._invitation = replace(service._invitation, deadlines=deadlines)
+
+    async def take_part() -> bool:
+        job = replace(load_job(str(linear)), deadlines=deadlines)
+        certificate = made.authority.certificate if made.authority else None
+        async with Entrance(service.address, job, "there", TOKEN, certificate) as entrance:
+            await entrance.enrol()
+            service.go(4001)
+            await entrance.order()
+            if not says:
+                monkeypatch.setattr(entrance, "_beat", lambda stream: entrance.runtime.sleep(60.0))
+            with pytest.raises(gs.errors.PeerLostError if not says else asyncio.TimeoutError):
+                await asyncio.wait_for(entrance.order(), 3.0)  # 2 * lease_s and more
+            return made.left.is_set()
+
+    with service:
+        assert asyncio.run(take_part()) == (not says)
+
+
 def test_tls_where_plain_text_is_spoken(linear: Path) -> None:
     made = Launcher(linear, insecure=True)
     with made.join_service:

@@ -365,6 +365,7 @@ class Entrance:
         self._host = local_address(address)
         self._key = Key()
         self._stream: Stream | None = None
+        self._is_in = False  # the launcher has admitted this machine
         self.runtime = RealRuntime(name)
         self.zero_ns: int | None = None
 
@@ -400,7 +401,9 @@ class Entrance:
         )
         self._stream = await self._endpoint.open(LAUNCHER, "enrol", request, priority=Priority.CONTROL)
         try:
-            return (await self.order()).grant
+            grant = (await self.order()).grant
+            self._is_in = True
+            return grant
         except RefusedError as error:
             text = error.reason
             if error.code == "BAD_SECRET":
@@ -419,6 +422,11 @@ class Entrance:
             received = await self._stream.recv(self._job.deadlines.patience_s)
         except PeerLostError as error:
             raise PeerLostError(LAUNCHER, f"is gone, or cannot be reached ({error}){_GO_ON}") from error
+        except RefusedError as error:
+            if not self._is_in:
+                raise
+            text = f"has counted this machine as gone ({error.reason}){_GO_ON}"
+            raise PeerLostError(LAUNCHER, text) from error
         finally:
             beats.cancel()
         if received is None:
