@@ -20,7 +20,14 @@ from gradstream.wire import v1
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)
 
 
-def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: int = 1) -> Membership:
+def make(
+    workers: int = 2,
+    servers: int = 1,
+    *,
+    survives: bool = True,
+    epochs: int = 1,
+    stays: str = "no more may come",
+) -> Membership:
     started = StartedEvent(
         job="j",
         workers=workers,
@@ -33,7 +40,7 @@ def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: i
     )
     ledger = Ledger(PartitionPlan(4 * workers, 2, workers), epochs=epochs)
     assignment = BatchAssignment(ledger, workers, lead_s=10.0)
-    losses = LossTolerance(survives_worker_loss=survives)
+    losses = LossTolerance(survives_worker_loss=survives, stays=stays, obstacle=stays)
     return Membership(CoordinatorPlan(started=started, ledger=ledger, assignment=assignment, losses=losses))
 
 
@@ -282,3 +289,13 @@ def test_a_group_that_failed_without_a_loss_raises_the_epoch_once() -> None:
     assert membership.nodes.epoch == membership.notice.epoch == 2
     assert Notify() in membership.beat("worker-1", v1.Beat(reports=[v1.BeatReport(broken=2)]), 2.0)
     assert membership.nodes.epoch == 3 and membership.notice.status == v1.Notice.TRAINING
+
+
+def test_a_further_worker_that_comes_before_all_others_waits_for_them() -> None:
+    membership = make(stays="")
+    further = f"worker-{membership.nodes.num_workers}"
+    assert membership.join(ask(further), 0.0) == []
+    for name in membership.nodes.missing:
+        membership.join(ask(name), 0.0)
+    assert not refusals(membership.join(ask(further), 0.0))
+    assert refusals(make().join(ask(further), 0.0))

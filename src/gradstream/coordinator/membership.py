@@ -126,6 +126,8 @@ class Membership:
         if self.life.gathering and self.nodes.is_fresh(node) and self.progress.in_loops:
             self.nodes.gone |= {node.name}
             return []  # the state with which it begins is that of the others, once they train
+        if self.life.gathering and self.nodes.is_further(node):
+            return []  # a machine was quicker than those with which the run begins
         closed = self.nodes.expelled.get(node.name, "")
         if self.life.over or not self.nodes.awaits(node.name):
             closed = closed or self.life.why_closed(node.role)

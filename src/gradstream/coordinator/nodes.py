@@ -133,11 +133,13 @@ class Nodes(Lead):
         """Whether a node of this name and rank may be a member, and is none."""
         if node.name in self._nodes or node.name != f"{node.role}-{node.rank}":
             return False
-        if node.name in self.missing:
-            return True
+        return node.name in self.missing or (self.epoch > 0 and self.is_further(node))
+
+    def is_further(self, node: v1.Node) -> bool:
+        """Whether this is a worker beyond those of the beginning, which may come once these train."""
         highest = max([self.num_workers, *(other.rank for other in self.workers)])
-        grows = self._grows and self.epoch > 0 and node.role == "worker"
-        return grows and self.num_workers <= node.rank <= highest + MOST_FURTHER
+        is_worker = node.role == "worker" and node.name == f"worker-{node.rank}"
+        return self._grows and is_worker and self.num_workers <= node.rank <= highest + MOST_FURTHER
 
     def cross(self) -> None:
         """The nodes stop here, perhaps at a boundary."""
