@@ -87,7 +87,7 @@ class _Members:
     gone: set[str] = field(default_factory=set)  # nodes that have left or were lost, and are not back
     back: bool = False  # whether the node that joined last was known
     machines: dict[str, str] = field(default_factory=dict)  # by node
-    former: dict[str, str] = field(default_factory=dict)  # those that have left
+    away: set[str] = field(default_factory=set)  # machines that have left
 
     def joined(self, who: str) -> None:
         """Notes that a node has joined, possibly in an earlier phase."""
@@ -104,13 +104,9 @@ class _Members:
         if not lost:
             self.known.discard(who)
 
-    def left_with(self, machine: str) -> None:
-        """Notes that a machine has left: its nodes are gone, or go on elsewhere."""
-        self.former.update({node: one for node, one in self.machines.items() if one == machine})
-        self.machines = {node: one for node, one in self.machines.items() if one != machine}
-
     def __str__(self) -> str:
-        machines = len({machine for node, machine in self.machines.items() if node not in self.gone})
+        there = {machine for node, machine in self.machines.items() if node not in self.gone}
+        machines = len(there - self.away)
         on = f" on {machines + 1} machines" if machines else ""
         return f"{len(self.workers)}/{max(self.expected, len(self.workers))} workers{on}"
 
@@ -181,8 +177,9 @@ class ProgressLine:
                 self._members.joined(event["who"])
             case "machine" if event["state"] == "joined":
                 self._members.machines.update(dict.fromkeys(event["nodes"], event["who"]))
+                self._members.away.discard(event["who"])
             case "machine" if event["state"] == "left":
-                self._members.left_with(event["who"])
+                self._members.away.add(event["who"])
             case "left":
                 self._members.left(event["who"], lost=event["lost"])
             case "resumed":
@@ -210,8 +207,7 @@ class ProgressLine:
             case "phase" | "relay" | "entering" as kind:
                 return _TEXTS[kind](event)
             case "left" if event["lost"]:
-                members = self._members
-                machine = members.machines.get(event["who"]) or members.former.get(event["who"])
+                machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
             case "exited" if event["status"] < 0 and event.get("how"):
                 return f"the process of {event['who']} {event['how']}"

@@ -41,7 +41,7 @@ SLOW_STEPS = 3
 """Steps of strategy "auto" that measure links over which a sum takes long."""
 
 
-def are_own(strategy: Strategy, workers: int) -> bool:
+def loop_makes_steps(strategy: Strategy, workers: int) -> bool:
     """Whether the loop's own optimizers make its steps under this strategy."""
     if strategy.gives_mean or strategy.local_rounds:
         return True

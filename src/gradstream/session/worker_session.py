@@ -41,7 +41,7 @@ from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, whole
 from gradstream.session.session import M, O, Session
 from gradstream.session.split_module import LoopSplit, SplitModule
-from gradstream.session.steps import LoopSteps, are_own
+from gradstream.session.steps import LoopSteps, loop_makes_steps
 from gradstream.strategies.base import PeerStrategy, Strategy
 from gradstream.traits import refuse
 
@@ -248,7 +248,7 @@ class WorkerSession(Session):
         if self.rank == 0:
             keep_configs(DiskStorage(Path(self._place.spec).parent), modules)
         progress = self._progress
-        if are_own(self._strategy, self.world_size):
+        if loop_makes_steps(self._strategy, self.world_size):
             self._optimizers = progress.places.optimizers = optimizers
             steps = self._steps = LoopSteps(self._connection, progress, self._log, modules, optimizers)
             self._begin(steps.bind, steps.rule)

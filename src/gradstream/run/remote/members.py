@@ -151,7 +151,8 @@ class MachineMembers:
             elif self._gone and self._losses.obstacle:
                 why = f"a machine that has left cannot be replaced: {self._losses.obstacle}"
             else:  # the reason first: the launcher shows the beginning
-                why = f"{self._losses.stays}. If one of the {self.here} machines is lost, try again when it has left"
+                why = self._losses.stays or f"{request.machine} has no place that is free"
+                why += f". If one of the {self.here} {self.kinds[1]} is lost, try again when it has left"
             return v1.Refuse(code=v1.NOT_MEMBER, message=f"no machine can join now: {why}")
         self._machines = max(self._machines, free[0] + 1)
         seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
